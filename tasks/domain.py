@@ -1,0 +1,313 @@
+"""The frozen values that flow one way: Recipe → Plan → Offer → Lease → Box → … → Receipt. No I/O here.
+
+Times are epoch seconds UTC, money is US dollars, rates are Mbit/s, disks are GB (10^9), GPU memory is MB as the market reports it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field
+
+from training.contract.model import Frozen
+
+LABEL_PREFIX = "livery"
+_LABEL = re.compile(r"^livery:([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}):(\d{1,3}):(\d{10})$")
+
+
+class Label(Frozen):
+    """What the box carries from the create call on, enough for a stranger to reap it; at most 60 characters."""
+
+    flow_run_id: str
+    attempt: int = Field(ge=1, le=999)
+    hard_end: int
+
+    @property
+    def text(self) -> str:
+        return f"{LABEL_PREFIX}:{self.flow_run_id}:{self.attempt}:{self.hard_end}"
+
+    @staticmethod
+    def parse(text: str | None) -> Label | None:
+        """None for a label that is not ours: such a box is never touched."""
+        match = _LABEL.match(text or "")
+        return Label(flow_run_id=match[1], attempt=int(match[2]), hard_end=int(match[3])) if match else None
+
+
+class Offer(Frozen):
+    """One row of a search, in our units. None means that the market did not say."""
+
+    id: int
+    """The ask to accept; changes when the offer is listed again."""
+    machine_id: int
+    """The stable identity, used to remember a bad machine."""
+    host_id: int | None = None
+    gpu_name: str
+    num_gpus: int
+    gpu_ram_mb: float
+    compute_cap: int | None = None
+    cpu_arch: str | None = None
+    cuda_max_good: float | None = None
+    driver_version: str | None = None
+    disk_space_gb: float
+    """The most that may be asked for, not what one gets."""
+    dph_total_usd: float
+    """GPU and the asked disk, per hour. Bandwidth is not in it."""
+    dph_base_usd: float | None = None
+    storage_usd_gb_month: float | None = None
+    min_bid_usd: float | None = None
+    inet_down_mbps: float | None = None
+    inet_up_mbps: float | None = None
+    inet_down_usd_gb: float = 0.0
+    inet_up_usd_gb: float = 0.0
+    reliability: float | None = None
+    verified: bool = False
+    rentable: bool = True
+    country: str | None = None
+    geolocation: str | None = None
+    duration_s: float | None = None
+    """How long the host will still rent it."""
+    host_memory_gb: float | None = None
+    """Our share of the machine's memory."""
+    direct_port_count: int = 0
+
+
+class FilterCount(Frozen):
+    """What one filter did, alone, to the offers found."""
+
+    rule: str
+    removed: int
+    cheapest_lost_usd: float | None = None
+    """$/h of the cheapest offer that this rule alone removed."""
+    loosen: str = ""
+    """What to write in the recipe to get it back."""
+
+
+class RankedOffer(Frozen):
+    offer: Offer
+    run_usd: float
+    """GPU hours, disk, boot and every GB both ways, for the whole run."""
+    sentence: str = ""
+
+
+class MemoryFit(Frozen):
+    needed_gb: float
+    available_gb: float
+    fits: bool
+    parts: dict[str, float]
+    """GB by what takes it: base, adapters, gradients, optimizer, activations …"""
+
+
+class Plan(Frozen):
+    """What a run will take, computed before a cent is spent."""
+
+    run: str
+    phases: tuple[str, ...]
+    done: tuple[str, ...] = ()
+    """Phases already complete in the bucket."""
+    steps_left: int
+    memory: MemoryFit | None = None
+    hours: float
+    hours_from: Literal["measured", "predicted"]
+    run_usd: float | None
+    """Of the best offer; None if there is none."""
+    max_usd: float
+    offers: tuple[RankedOffer, ...]
+    funnel: tuple[FilterCount, ...]
+    found: int
+    """Offers that the market returned."""
+
+
+class Intent(Frozen):
+    """Written before the create call, so that a box whose creation nobody heard of has an owner."""
+
+    flow_run_id: str
+    run: str
+    attempt: int
+    label: str
+    account_id: str
+    offer_id: int
+    machine_id: int
+    dph_usd: float
+    disk_gb: int
+    written_at: float
+    state: Literal["written", "created", "refused", "unresolved", "destroyed"] = "written"
+    instance_id: int | None = None
+    reason: str = ""
+
+
+class Endpoint(Frozen):
+    host: str
+    port: int
+    kind: Literal["direct", "proxy"]
+
+
+class Instance(Frozen):
+    """A rented box as the market lists it. Everything but the id may be missing in practice."""
+
+    id: int
+    label: str | None = None
+    machine_id: int | None = None
+    actual_status: str | None = None
+    intended_status: str | None = None
+    cur_state: str | None = None
+    next_state: str | None = None
+    status_msg: str | None = None
+    is_bid: bool | None = None
+    dph_total_usd: float | None = None
+    storage_usd_hour: float | None = None
+    gpu_name: str | None = None
+    num_gpus: int | None = None
+    gpu_ram_mb: float | None = None
+    gpu_util: float | None = None
+    disk_space_gb: float | None = None
+    start_date: float | None = None
+    end_date: float | None = None
+    endpoints: tuple[Endpoint, ...] = ()
+    """Direct first, proxy second; they change after a reboot, so ask again before each reconnect."""
+
+
+class UnparsedInstance(Frozen):
+    """A row that could not be read in full. It still bills, so it is counted and alarmed, never dropped."""
+
+    id: int | None
+    label: str | None
+    problem: str
+
+
+class Listing(Frozen):
+    """All boxes of the account. Absence from it means gone only if it is complete."""
+
+    instances: tuple[Instance, ...]
+    unparsed: tuple[UnparsedInstance, ...] = ()
+    account_id: str
+    complete: bool
+    problem: str = ""
+
+    def of_run(self, flow_run_id: str) -> tuple[Instance, ...]:
+        return tuple(
+            box for box in self.instances if (label := Label.parse(box.label)) and label.flow_run_id == flow_run_id
+        )
+
+
+class Charge(Frozen):
+    """What the market charged for one box and one kind of thing."""
+
+    instance_id: int
+    kind: Literal["gpu", "disk", "down", "up", "other"]
+    usd: float
+
+
+class Lease(Frozen):
+    """The live lease, an object in the bucket: while it is live the reaper keeps the box whatever Prefect says."""
+
+    flow_run_id: str
+    run: str
+    renewed_at: float
+    expires_at: float
+    hold_until: float | None = None
+    """Set when a box is kept for debugging; the reaper destroys it afterwards."""
+
+
+class Box(Frozen):
+    """A rented box that answers at a login: all that a task needs to reach it."""
+
+    instance_id: int
+    machine_id: int
+    label: str
+    run: str
+    flow_run_id: str
+    attempt: int
+    ssh_user: str
+    key_path: str
+    known_hosts_path: str
+    dph_usd: float
+    offer: Offer
+    rented_at: float
+
+
+class Span(Frozen):
+    """One step on one box, as the flow saw it."""
+
+    step: str
+    """`boot`, `preflight`, `install`, `prefetch`, `phase sft`, `upload sft`, `evaluate` …"""
+    started_at: float
+    ended_at: float | None = None
+    outcome: Literal["running", "ok", "failed", "interrupted"] = "running"
+    reason: str = ""
+
+
+class Attempt(Frozen):
+    """One box of a run."""
+
+    attempt: int
+    label: str
+    machine_id: int
+    offer_id: int
+    dph_usd: float
+    instance_id: int | None = None
+    spans: tuple[Span, ...] = ()
+    ended: str = ""
+    """Why the box was given back: `done`, or the failure's sentence."""
+    wasted: bool = False
+    """Nothing of what it did is in the bucket."""
+
+
+class Flight(Frozen):
+    """The flow's own record, kept in the bucket: whoever finds it can write the receipt."""
+
+    flow_run_id: str
+    run: str
+    started_at: float
+    planned_usd: float | None
+    max_usd: float
+    market: str
+    attempts: tuple[Attempt, ...] = ()
+    ended_at: float | None = None
+    outcome: str = "running"
+
+
+class ReceiptLine(Frozen):
+    what: str
+    """A phase or a step, such as `phase sft` or `boot`; for wasted lines the reason stands in `reason`."""
+    attempt: int
+    instance_id: int | None
+    hours: float
+    usd: float
+    wasted: bool = False
+    reason: str = ""
+
+
+class Receipt(Frozen):
+    """Planned, paid and wasted dollars of a run, from the market's own charges."""
+
+    run: str
+    flow_run_id: str
+    outcome: str
+    planned_usd: float | None
+    paid_usd: float | None
+    """None when the market's charges could not be read: unknown is not zero."""
+    wasted_usd: float | None
+    charges: dict[str, float]
+    """Dollars by kind: gpu, disk, down, up."""
+    lines: tuple[ReceiptLine, ...]
+    boxes: int
+    instances_left: int | None
+    """Of this run, after a complete listing; None if it could not be proved."""
+    written_by: Literal["flow", "hook", "reaper", "command"]
+    written_at: float
+    notes: tuple[str, ...] = ()
+
+
+class Destruction(Frozen):
+    """What a destroy achieved. `gone` holds only boxes that a complete listing no longer shows."""
+
+    flow_run_id: str
+    gone: tuple[int, ...] = ()
+    unverified: tuple[int, ...] = ()
+    kept_until: float | None = None
+    reason: str = ""
+
+    @property
+    def clean(self) -> bool:
+        return not self.unverified and not self.reason

@@ -1,0 +1,1 @@
+"""Markets that rent boxes, behind one protocol."""

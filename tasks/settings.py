@@ -1,0 +1,87 @@
+"""Settings of the machine that runs the flows: secrets and account-wide limits, from the environment and `.env`.
+
+Never a flow parameter, never on a box. Each field is described in `.env.example`; a test holds the two against each other.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from tasks.errors import UserError
+
+_TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
+
+
+class Settings(BaseSettings):
+    model_config = SettingsConfigDict(env_prefix="LIVERY_", env_file=".env", extra="ignore", frozen=True)
+
+    market: Literal["vast"] = "vast"
+    market_url: str = "https://console.vast.ai"
+    market_api_key: SecretStr
+    reaper_api_key: SecretStr | None = None
+    market_pace: float = Field(1.0, gt=0)
+
+    bucket: str
+    s3_endpoint_url: str | None = None
+    s3_region: str = "us-east-1"
+    s3_access_key_id: str
+    s3_secret_access_key: SecretStr
+    box_s3_endpoint_url: str | None = None
+    box_s3_access_key_id: str
+    box_s3_secret_access_key: SecretStr
+    hf_token: SecretStr | None = None
+
+    ssh_user: str = "root"
+    state_dir: Path = Path(".livery/state")
+
+    keep_box: bool = False
+    keep_hours: float = Field(2.0, gt=0, le=24)
+    max_age_hours: float = Field(12.0, gt=0)
+    never_running_s: int = Field(2700, gt=0)
+    lease_s: int = Field(900, ge=5)
+    lease_renew_s: float = Field(60, gt=0)
+    max_dph_usd: float = Field(20.0, gt=0)
+    max_reap: int = Field(30, ge=1)
+    poll_s: float = Field(3.0, gt=0)
+
+    @field_validator("keep_box", mode="before")
+    @classmethod
+    def _by_value(cls, value: object) -> object:
+        """A flag is what it says, not that it is there: `0`, `no` and an empty value are false, and a typo is an error."""
+        if not isinstance(value, str):
+            return value
+        word = value.strip().lower()
+        if word in _TRUE | _FALSE:
+            return word in _TRUE
+        raise ValueError(f"want one of {', '.join(sorted(_TRUE | _FALSE - {''}))} or empty")
+
+    @field_validator("market_url", "s3_endpoint_url", "box_s3_endpoint_url")
+    @classmethod
+    def _https_or_loopback(cls, value: str | None) -> str | None:
+        if value and not value.startswith(("https://", "http://127.0.0.1", "http://localhost", "http://[::1]")):
+            raise ValueError("want https:// (plain http only on loopback: keys travel on this connection)")
+        return value.rstrip("/") if value else None
+
+
+def read_settings() -> Settings:
+    """Settings from the environment; UserError names each field that is missing or wrong, never its value if it is a secret."""
+    try:
+        return Settings()
+    except ValidationError as error:
+        lines = []
+        for item in error.errors(include_url=False, include_input=False):
+            name = "LIVERY_" + "_".join(str(part) for part in item["loc"]).upper()
+            what = "is not set" if item["type"] == "missing" else item["msg"].removeprefix("Value error, ")
+            lines.append(f"{name}: {what}; see .env.example")
+        raise UserError("\n".join(lines)) from None
+
+
+@cache
+def settings() -> Settings:
+    """The settings, read once a process."""
+    return read_settings()

@@ -1,0 +1,75 @@
+"""Where things lie: keys in the bucket and paths on the box. Each is written in one place only."""
+
+from __future__ import annotations
+
+import posixpath
+
+# On the box, relative to the login's home directory.
+BOX_HOME = "livery"
+BOX_ZIP = f"{BOX_HOME}/box.zip"  # training/box without torch: sent at the first login
+BOX_ASSIGNMENT = f"{BOX_HOME}/recipe.json"
+BOX_PRIVATE_ENV = f"{BOX_HOME}/private.env"  # 0600: bucket credentials, hub token
+BOX_INSTANCE_ENV = f"{BOX_HOME}/instance.env"  # 0600: the per-instance key, written by onstart
+BOX_ALIVE = f"{BOX_HOME}/alive"  # touched by the flow's lease thread; the dead-man switch reads its age
+BOX_EVENTS = f"{BOX_HOME}/events.jsonl"
+BOX_JOBS = f"{BOX_HOME}/jobs"
+BOX_TRANSFER_VENV = f"{BOX_HOME}/venv-transfer"
+BOX_TRAIN_VENV = f"{BOX_HOME}/venv-train"
+BOX_MODEL = f"{BOX_HOME}/model"
+BOX_DATA = f"{BOX_HOME}/data"
+BOX_WORK = f"{BOX_HOME}/work"
+
+
+def lease(flow_run_id: str) -> str:
+    return f"leases/{flow_run_id}.json"
+
+
+def intent(flow_run_id: str, attempt: int) -> str:
+    return f"intents/{flow_run_id}/{attempt:03d}.json"
+
+
+def flight(flow_run_id: str) -> str:
+    """The flight record: what the flow did and when, kept so that a stranger can write the receipt."""
+    return f"flights/{flow_run_id}.json"
+
+
+def host(machine_id: int) -> str:
+    return f"hosts/{machine_id}.json"
+
+
+def run(name: str) -> str:
+    return f"runs/{name}"
+
+
+def blob(name: str, sha256: str) -> str:
+    return f"runs/{name}/blobs/{sha256}"
+
+
+def phase_manifests(name: str, phase: str) -> str:
+    return f"runs/{name}/manifests/{phase}/"
+
+
+def manifest(name: str, phase: str, step: int) -> str:
+    return f"{phase_manifests(name, phase)}{step:08d}.json"
+
+
+def adapter(name: str) -> str:
+    """Prefix of the exported adapter, the files that stock PEFT loads."""
+    return f"runs/{name}/adapter/"
+
+
+def events(name: str, flow_run_id: str, attempt: int) -> str:
+    return f"runs/{name}/events/{flow_run_id}/{attempt:03d}.jsonl"
+
+
+def receipt(name: str, flow_run_id: str) -> str:
+    return f"runs/{name}/receipts/{flow_run_id}.json"
+
+
+def dataset(sha256: str) -> str:
+    """A local dataset, copied to the bucket under its own digest."""
+    return f"datasets/by-digest/{sha256}.jsonl"
+
+
+def join(*parts: str) -> str:
+    return posixpath.join(*parts)

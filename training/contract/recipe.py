@@ -1,0 +1,300 @@
+"""The recipe: what the user wants, as typed and documented fields. Unknown keys are refused, defaults are stated here and nowhere else.
+
+Tiers, floors and budgets come from what failed without them: see each field. Memory bands are MB as the market reports them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from training.contract.model import Frozen, explain
+
+PhaseKind = Literal["cpt", "sft", "dpo", "kto", "grpo"]
+Group = Literal["attention", "linear_attention", "shared_expert", "routed_experts"]
+Tier = Literal["rtxpro6000", "h200", "b200", "rehearsal"]
+Allowance = Literal["slow_experts", "unpacked", "fewer_groups"]
+RUN_NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,39}$")
+
+
+class RecipeError(ValueError):
+    """The recipe cannot be used; each line of the message names a field, what was seen and what is wanted."""
+
+
+class Model(Frozen):
+    """The frozen base model."""
+
+    source: str
+    """`hub:OWNER/NAME@REVISION` (a 40-digit commit) or `bucket:PREFIX` (a mirror in the run's own bucket)."""
+    family: Literal["qwen3_5_moe", "qwen3_moe"]
+    """The architecture, which says where its routed experts are. `qwen3_5_moe` covers Qwen3.5 and Qwen3.6."""
+    size_gb: float = Field(gt=0)
+    """Bytes to prefetch in GB (10^9); sets the prefetch budget and the disk."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+    @field_validator("source")
+    @classmethod
+    def _source(cls, value: str) -> str:
+        if re.fullmatch(r"hub:[\w.-]+/[\w.-]+@[0-9a-f]{40}", value) or re.fullmatch(r"bucket:[\w./-]+", value):
+            return value
+        raise ValueError(
+            "want 'hub:OWNER/NAME@<40-digit commit>' or 'bucket:PREFIX'; a branch name may move under a run"
+        )
+
+
+class Adapters(Frozen):
+    """The LoRA adapters: which groups, and how large."""
+
+    rank: int = Field(32, ge=1, le=256)
+    alpha: float = Field(64, gt=0)
+    groups: tuple[Group, ...] = ("attention", "linear_attention", "shared_expert", "routed_experts")
+    """Groups that must train. Each is checked by name at the first step of each phase; none may be silently missing."""
+    gate_projections: bool = False
+    """Also adapt in_proj_a and in_proj_b of the gated delta net (390 targets instead of 330 on Qwen3.6-35B); no serving engine has a slot for them."""
+
+    @field_validator("groups")
+    @classmethod
+    def _groups(cls, value: tuple[Group, ...]) -> tuple[Group, ...]:
+        if not value or len(set(value)) != len(value):
+            raise ValueError("want at least one group, each named once")
+        return value
+
+
+class _Phase(Frozen):
+    data: str
+    """`bucket:KEY` or a local path (relative to the recipe's file); JSON lines. Local files are copied to the bucket before renting."""
+    steps: int = Field(ge=1)
+    """Optimizer steps."""
+    learning_rate: float = Field(gt=0, lt=1)
+    batch_size: int = Field(2, ge=1)
+    """Rows per micro-batch."""
+    accumulation: int = Field(8, ge=1)
+    """Micro-batches per optimizer step."""
+    max_length: int = Field(2048, ge=16)
+    """Tokens per row; longer rows are dropped and counted (CPT splits them instead)."""
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    save_every_steps: int = Field(50, ge=1)
+    """Local checkpoint interval; the upload takes the newest one that is finished."""
+    router_aux_loss: float = Field(0.0, ge=0)
+    """TRL turns the router's auxiliary loss on by default; with a frozen router it only leaks into the other adapters."""
+
+
+class CptPhase(_Phase):
+    """Continued pretraining on `{"text"}` rows, packed by bfd_split so that no token of a long document is lost."""
+
+    kind: Literal["cpt"] = "cpt"
+
+
+class SftPhase(_Phase):
+    """Supervised fine-tuning on `{"messages", "tools"}` rows; the loss is on the assistant's tokens only."""
+
+    kind: Literal["sft"] = "sft"
+
+
+class DpoPhase(_Phase):
+    """Direct preference optimisation on `{"prompt", "chosen", "rejected", "tools"}` rows."""
+
+    kind: Literal["dpo"] = "dpo"
+    beta: float = Field(0.1, gt=0)
+
+
+class KtoPhase(_Phase):
+    """Kahneman-Tversky optimisation on `{"prompt", "completion", "label", "tools"}` rows."""
+
+    kind: Literal["kto"] = "kto"
+    beta: float = Field(0.1, gt=0)
+
+    @model_validator(mode="after")
+    def _pairs(self) -> KtoPhase:
+        if self.batch_size < 2:
+            raise ValueError("batch_size: KTO estimates its KL from pairs inside a batch, so it needs at least 2 rows")
+        return self
+
+
+class GrpoPhase(_Phase):
+    """Group-relative policy optimisation on `{"messages", "tools", "answer"}` rows, rewarded for valid and right tool calls."""
+
+    kind: Literal["grpo"] = "grpo"
+    generations: int = Field(8, ge=2)
+    """Completions per prompt; the group whose mean is the baseline."""
+    max_completion_length: int = Field(256, ge=8)
+    temperature: float = Field(1.0, gt=0)
+    beta: float = Field(0.0, ge=0)
+    """KL weight against the phase-start policy; above zero costs a second copy of the adapter."""
+    silent_steps: int = Field(20, ge=1)
+    """Abort after this many steps in a row whose rewards had no variance: nothing would be learnt."""
+
+    @model_validator(mode="after")
+    def _whole_groups(self) -> GrpoPhase:
+        if (self.batch_size * self.accumulation) % self.generations:
+            raise ValueError(
+                f"batch_size x accumulation = {self.batch_size * self.accumulation} must be a multiple of generations = {self.generations}"
+            )
+        return self
+
+
+Phase = Annotated[CptPhase | SftPhase | DpoPhase | KtoPhase | GrpoPhase, Field(discriminator="kind")]
+
+
+class Box(Frozen):
+    """The box to rent. Names of cards vary in listings, so a tier is a memory band plus a compute capability."""
+
+    tier: Tier
+    device: Literal["cuda", "cpu", "none"] = "cuda"
+    """`none` is for the counting trainer, which trains nothing and only rehearses the machinery."""
+    image: str = "pytorch/pytorch:2.11.0-cuda13.0-cudnn9-devel"
+    disk_gb: int = Field(250, ge=8)
+    """Not resizable later; base model + merged copy + FP8 copy of a 35B need 250."""
+    max_dph_usd: float = Field(1.30, gt=0)
+    """Cap on $/h for this disk. Never relaxed by the program."""
+    interruptible: bool = False
+    """Bid instances may be reclaimed at any moment: for short runs only."""
+    min_inet_down_mbps: float = Field(250, ge=0)
+    min_inet_up_mbps: float = Field(200, ge=0)
+    min_reliability: float = Field(0.95, ge=0, le=1)
+    """0.99 excludes nearly the whole cheap tier."""
+    min_cuda: float = Field(13.0, ge=0)
+    min_driver: str = "580.65.06"
+    countries: tuple[str, ...] = ()
+    """Two-letter codes; empty = anywhere. Advertised bandwidth is local: tie this to the bucket's region."""
+    min_pids: int = Field(4096, ge=0)
+    """Containers with pids.max of 1024 break the downloader and OpenMP."""
+    min_host_memory_gb: float = Field(96, ge=0)
+    min_disk_free_gb: float | None = None
+    """Measured on the box at the first login; by default 80 % of disk_gb, since the image takes its part."""
+    max_clock_skew_s: float = Field(60, gt=0)
+    boot_s: int = Field(900, ge=1)
+    """From create to a successful login."""
+
+    @field_validator("countries")
+    @classmethod
+    def _countries(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for code in value:
+            if not re.fullmatch(r"[A-Z]{2}", code):
+                raise ValueError(f"'{code}' is not a two-letter country code such as DE")
+        return value
+
+
+class Budget(Frozen):
+    """What may be spent, in dollars and seconds. Reaching a limit saves, uploads, verifies and destroys."""
+
+    max_usd: float = Field(gt=0)
+    """For the whole run, failed boxes included."""
+    max_hours: float = Field(12, gt=0)
+    """From the first rent to the destroy; becomes the hard end in the box's label."""
+    attempts: int = Field(5, ge=1)
+    """Boxes that may be tried."""
+    install_s: int = Field(900, ge=1)
+    prefetch_s: int = Field(1500, ge=1)
+    """67 GB in 1500 s is about 360 Mbps."""
+    upload_s: int = Field(1500, ge=1)
+    """For one checkpoint to become durable."""
+    stall_s: int = Field(90, ge=1)
+    """No byte moved for this long: the transfer is killed and tried another way."""
+    silent_s: int = Field(900, ge=1)
+    """No event from the runner for this long: the box is lost."""
+
+
+class Evaluation(Frozen):
+    """A held-out set that is scored before and after training."""
+
+    data: str | None = None
+    rows: int = Field(50, ge=1)
+    max_new_tokens: int = Field(64, ge=1)
+
+
+class Recipe(Frozen):
+    """A whole fine-tuning run, from the base model to the adapter."""
+
+    name: str
+    """The run: a second run of the same name goes on from its manifests. Lower case, digits and dashes, at most 40."""
+    model: Model
+    adapters: Adapters = Adapters()
+    phases: tuple[Phase, ...] = Field(min_length=1)
+    box: Box
+    budget: Budget
+    evaluation: Evaluation = Evaluation()
+    trainer: Literal["trl", "counting"] = "trl"
+    """`counting` keeps the runner's whole contract and trains nothing; it rehearses faults in seconds."""
+    step_seconds: float | None = Field(None, gt=0)
+    """Seconds a step measured before for this recipe and tier; empty = predicted, and the plan says so."""
+    seed: int = 0
+    allow: tuple[Allowance, ...] = ()
+    """Slower or smaller ways that this recipe accepts. Without the word, each of them stops the run."""
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        if not RUN_NAME.fullmatch(value):
+            raise ValueError("want lower case letters, digits and dashes, at most 40, such as 'tools-35b'")
+        return value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        kinds = [phase.kind for phase in self.phases]
+        if len(set(kinds)) != len(kinds):
+            raise ValueError(f"phases: each kind may appear once, seen {', '.join(kinds)}")
+        if (self.trainer == "counting") != (self.box.device == "none"):
+            raise ValueError("trainer: 'counting' goes with box.device: none, and only with it")
+        if (self.box.tier == "rehearsal") == (self.box.device == "cuda"):
+            raise ValueError("box.device: the rehearsal tier has no GPU (cpu or none); every other tier wants cuda")
+        if self.model.family == "qwen3_moe" and {"linear_attention", "shared_expert"} & set(self.adapters.groups):
+            raise ValueError(
+                "adapters.groups: Qwen3-MoE has neither linear_attention nor shared_expert; name attention and routed_experts"
+            )
+        return self
+
+    def phase(self, kind: str) -> CptPhase | SftPhase | DpoPhase | KtoPhase | GrpoPhase:
+        """The phase of that kind; KeyError if the recipe has none."""
+        for phase in self.phases:
+            if phase.kind == kind:
+                return phase
+        raise KeyError(f"the recipe has no phase '{kind}'; it has {', '.join(self.phase_kinds)}")
+
+    @property
+    def phase_kinds(self) -> tuple[PhaseKind, ...]:
+        return tuple(phase.kind for phase in self.phases)
+
+    def phase_digest(self, kind: str) -> str:
+        """sha256 of all that decides this phase's weights: model, adapters, seed, and every phase up to and with this one.
+
+        Budgets, boxes and prices are left out, so that a run may go on elsewhere; a changed learning rate may not.
+        The data's place is left out too: the manifest holds the sha256 of its content.
+        """
+        upto = self.phase_kinds.index(self.phase(kind).kind) + 1
+        decides = self.model_dump(mode="json", include={"model": True, "adapters": True, "seed": True, "trainer": True})
+        decides["phases"] = [
+            phase.model_dump(mode="json", exclude={"save_every_steps", "data"}) for phase in self.phases[:upto]
+        ]
+        return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
+
+
+class Assignment(Frozen):
+    """`recipe.json` on the box: the recipe, and which run and attempt this box works for. Holds no secret."""
+
+    recipe: Recipe
+    run: str
+    flow_run_id: str
+    attempt: int = Field(ge=1)
+    bucket: str
+    hard_end: int
+    """Epoch seconds after which the box destroys itself."""
+    dph_usd: float = 0.0
+    """For the cost shown in events; the bill itself comes from the market."""
+
+
+def parse_recipe(data: Any, subject: str = "recipe") -> Recipe:
+    """Make a Recipe of parsed YAML or JSON; RecipeError with one clear line per problem."""
+    if not isinstance(data, dict):
+        raise RecipeError(
+            f"{subject}: want a mapping of fields such as name, model, phases; seen {type(data).__name__}"
+        )
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise RecipeError(explain(error, subject)) from None
