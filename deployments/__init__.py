@@ -1,0 +1,1 @@
+"""How Livery is shipped, scheduled and rehearsed."""

@@ -1,0 +1,1 @@
+"""What happens, in order: Prefect flows that read like a table of contents."""

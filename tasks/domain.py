@@ -235,6 +235,8 @@ class Span(Frozen):
     ended_at: float | None = None
     outcome: Literal["running", "ok", "failed", "interrupted"] = "running"
     reason: str = ""
+    wasted_s: float = 0.0
+    """Seconds at its end that were not yet in the bucket and had to be done again."""
 
 
 class Attempt(Frozen):

@@ -1,0 +1,228 @@
+"""`make demo`: the whole product on this machine. A deployment run is triggered, watched, and its end is checked, not assumed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from deployments.up import STATE, Up, UpError, running
+from tasks.domain import Receipt
+from tasks.receipt import dollars, table
+from training.box.store import Store
+from training.contract import layout
+
+FLOW_SIGKILL = "flow.sigkill"
+_ENDED = {"COMPLETED", "FAILED", "CANCELLED", "CRASHED"}
+_RUN_LIMIT_S = 900
+_DEPLOYMENT = "finetune/rehearsal"
+
+
+def demo(faults: list[str], *, keep_up: bool, recipe: str | None = None) -> int:
+    """Run it; 0 only if the run ended as this fault allows, no instance is left and the receipt is there."""
+    began = time.monotonic()
+    market_faults = [fault for fault in faults if fault != FLOW_SIGKILL]
+    say("starting a Prefect server, a pretend market, a bucket and the deployments (all on loopback) …")
+    with running(force_rehearsal=True, faults=market_faults, private_server=True) as up:
+        say(f"up after {time.monotonic() - began:.0f} s; Prefect's page: {up.ui_url}")
+        run = trigger(up, {"recipe": recipe} if recipe else {})
+        say(f"triggered {_DEPLOYMENT}: {run['name']}  {ui_link(up, run['id'])}")
+        state = watch(up, run["id"], kill_at="phase sft:" if FLOW_SIGKILL in faults else None)
+        if FLOW_SIGKILL in faults:
+            reap_twice(up)
+        code = conclude(up, run["id"], state, time.monotonic() - began)
+        if keep_up:
+            hold(up)
+    return code
+
+
+def trigger(up: Up, parameters: dict[str, Any]) -> dict[str, Any]:
+    """Create a run of the deployment, as the UI's button does."""
+    deployment = _get(up, f"deployments/name/{_DEPLOYMENT}")
+    answer = httpx.post(
+        f"{up.api_url}/deployments/{deployment['id']}/create_flow_run",
+        json={"parameters": {**deployment["parameters"], **parameters}, "state": {"type": "SCHEDULED"}},
+        timeout=30,
+    )
+    answer.raise_for_status()
+    return dict(answer.json())
+
+
+def watch(up: Up, run_id: str, kill_at: str | None = None) -> str:
+    """Print the run's log as it grows until it ends; the final state's name."""
+    offset, end = 0, time.monotonic() + _RUN_LIMIT_S
+    while time.monotonic() < end:
+        run = _get(up, f"flow_runs/{run_id}")
+        for line in _log_lines(up, run_id, offset):
+            offset += 1
+            print(line, flush=True)
+            if kill_at and kill_at in line:
+                kill_at = None
+                _sigkill_flow(run_id)
+        if run["state_type"] in _ENDED:
+            return str(run["state"]["name"])
+        for child in up.dead():
+            raise UpError(f"'{child.name}' has stopped:\n{child.tail()}")
+        time.sleep(1)
+    raise UpError(f"the run did not end within {_RUN_LIMIT_S} s; see {ui_link(up, run_id)} and {STATE / 'logs'}")
+
+
+def reap_twice(up: Up) -> None:
+    """Two ticks of the reaper without Prefect, the second after the lease has run out."""
+    for tick in (1, 2):
+        say(f"reaper, tick {tick}:")
+        done = subprocess.run(
+            [sys.executable, "-m", "flows.reaper", "--once"],
+            env=up.environ,
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+        print(done.stdout + done.stderr, flush=True)
+        if tick == 1:
+            time.sleep(float(up.environ["LIVERY_LEASE_S"]) + 2)
+
+
+def conclude(up: Up, run_id: str, state: str, seconds: float) -> int:
+    """The table, the receipt, the adapter and the instances left, each read from where the truth is."""
+    assert up.rehearsal is not None, "the demo always rehearses"
+    store = _store(up)
+    receipt = _receipt(store, run_id)
+    phases = _artifact(up, run_id, "phases")
+    print()
+    if phases:
+        _print_phases(phases)
+    print(table(receipt) if receipt else "receipt: none was written")
+    if receipt and store.size(f"{layout.adapter(receipt.run)}adapter_model.safetensors"):
+        print(f"adapter: s3://{up.environ['LIVERY_BUCKET']}/{layout.adapter(receipt.run)}")
+    world = up.rehearsal.control.state()
+    left, rate = _still_billing(world)
+    print(f"instances left: {left}   (billed now: {dollars(rate)} an hour, ever rented: {len(world['instances'])})")
+    print(f"the run ended {state} after {seconds:.0f} s: {ui_link(up, run_id)}")
+    fine = (
+        left == 0 and receipt is not None and state in ({"Completed"} if not _expects_crash(state, run_id) else {state})
+    )
+    return 0 if fine else 1
+
+
+def _expects_crash(state: str, run_id: str) -> bool:
+    return run_id in _killed and state == "Crashed"
+
+
+def _still_billing(world: dict[str, Any]) -> tuple[int, float]:
+    alive = [instance for instance in world["instances"] if instance.get("destroyed_at") is None]
+    return len(alive), float(world["usd_per_hour_now"])
+
+
+def _print_phases(rows: list[dict[str, Any]]) -> None:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    widths = {column: max(len(column), *(len(str(row.get(column, ""))) for row in rows)) for column in columns}
+    print("  " + "  ".join(column.ljust(widths[column]) for column in columns))
+    for row in rows:
+        print("  " + "  ".join(str(row.get(column, "")).ljust(widths[column]) for column in columns))
+    print()
+
+
+def hold(up: Up) -> None:
+    say(
+        f"kept up (KEEP_UP=1): {up.ui_url}; another run: PREFECT_API_URL={up.api_url} prefect deployment run {_DEPLOYMENT} --watch; Ctrl-C stops everything"
+    )
+    with stopping_on_signals() as stopped:
+        while not stopped and not up.dead():
+            time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def stopping_on_signals() -> Iterator[list[int]]:
+    """A list that fills on SIGINT or SIGTERM, so that a wait can end and the stack unwind in order."""
+    seen: list[int] = []
+    old = {
+        number: signal.signal(number, lambda number, frame: seen.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield seen
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def ui_link(up: Up, run_id: str) -> str:
+    return f"{up.ui_url}/runs/flow-run/{run_id}"
+
+
+def say(text: str) -> None:
+    print(f"{datetime.now(UTC):%H:%M:%S} | {text}", flush=True)
+
+
+_killed: set[str] = set()
+
+
+def _sigkill_flow(run_id: str) -> None:
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if (
+                entry.name.isdigit()
+                and f"PREFECT__FLOW_RUN_ID={run_id}".encode() in (entry / "environ").read_bytes()
+                and b"prefect" in (entry / "cmdline").read_bytes()
+            ):
+                say(f"SIGKILL to the flow's process {entry.name}")
+                os.kill(int(entry.name), signal.SIGKILL)
+                _killed.add(run_id)
+
+
+def _get(up: Up, path: str) -> dict[str, Any]:
+    answer = httpx.get(f"{up.api_url}/{path}", timeout=30)
+    answer.raise_for_status()
+    return dict(answer.json())
+
+
+def _log_lines(up: Up, run_id: str, offset: int) -> Iterator[str]:
+    body = {"logs": {"flow_run_id": {"any_": [run_id]}}, "sort": "TIMESTAMP_ASC", "offset": offset, "limit": 200}
+    answer = httpx.post(f"{up.api_url}/logs/filter", json=body, timeout=30)
+    answer.raise_for_status()
+    for record in answer.json():
+        moment = datetime.fromisoformat(record["timestamp"])
+        level = "" if record["level"] <= 20 else "WARNING " if record["level"] <= 30 else "ERROR "
+        yield f"{moment:%H:%M:%S} | {level}{record['message']}"
+
+
+def _artifact(up: Up, run_id: str, key: str) -> list[dict[str, Any]] | None:
+    import json
+
+    body = {
+        "artifacts": {"flow_run_id": {"any_": [run_id]}, "key": {"any_": [key]}},
+        "sort": "UPDATED_DESC",
+        "limit": 1,
+    }
+    answer = httpx.post(f"{up.api_url}/artifacts/filter", json=body, timeout=30)
+    answer.raise_for_status()
+    found = answer.json()
+    return list(json.loads(found[0]["data"])) if found else None
+
+
+def _receipt(store: Store, run_id: str) -> Receipt | None:
+    keys = [info.key for info in store.list("runs/") if info.key.endswith(f"/receipts/{run_id}.json")]
+    data = store.get_bytes(keys[0]) if keys else None
+    return Receipt.model_validate_json(data) if data is not None else None
+
+
+def _store(up: Up) -> Store:
+    environ = up.environ
+    return Store(
+        environ["LIVERY_BUCKET"],
+        endpoint_url=environ["LIVERY_S3_ENDPOINT_URL"],
+        region=environ["LIVERY_S3_REGION"],
+        access_key_id=environ["LIVERY_S3_ACCESS_KEY_ID"],
+        secret_access_key=environ["LIVERY_S3_SECRET_ACCESS_KEY"],
+    )

@@ -1,0 +1,94 @@
+"""`python -m flows`: the flows from a terminal. Help and recipe checks load neither Prefect nor torch."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def main(argv: list[str] | None = None) -> int:
+    from tasks.errors import LiveryError
+
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except LiveryError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flows",
+        description="Fine-tune a mixture-of-experts model on a rented GPU, and give the box back.",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    check = commands.add_parser("check", help="read a recipe and say what is wrong with it; touches nothing")
+    check.add_argument("recipe", help="a shipped recipe's name or a YAML file")
+    check.set_defaults(run=_check)
+    plan = commands.add_parser("plan", help="what a run would take and which offers fit; spends nothing")
+    plan.add_argument("recipe")
+    plan.add_argument("--json", action="store_true")
+    plan.set_defaults(run=_plan)
+    finetune = commands.add_parser("finetune", help="one run, watched from this terminal (PREFECT_API_URL must answer)")
+    finetune.add_argument("recipe")
+    finetune.add_argument("--run-name", help="the run's name; the same name goes on from its manifests")
+    finetune.add_argument("--max-usd", type=float)
+    finetune.add_argument("--max-steps", type=int)
+    finetune.set_defaults(run=_finetune)
+    receipt = commands.add_parser("receipt", help="write and print the receipt of a flow run")
+    receipt.add_argument("flow_run_id")
+    receipt.set_defaults(run=_receipt)
+    reaper = commands.add_parser("reaper", help="one sweep without Prefect: list, judge, destroy, confirm")
+    reaper.add_argument("--dry-run", action="store_true")
+    reaper.set_defaults(run=_reaper)
+    return parser
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from tasks.recipes import load_recipe
+
+    recipe = load_recipe(arguments.recipe)
+    print(
+        f"{recipe.name}: {recipe.model.source}, phases {', '.join(recipe.phase_kinds)}, tier {recipe.box.tier}, at most ${recipe.budget.max_usd:g}: the recipe is well formed"
+    )
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from flows.plan import main as plan
+
+    return plan([arguments.recipe, *(["--json"] if arguments.json else [])])
+
+
+def _finetune(arguments: argparse.Namespace) -> int:
+    import os
+
+    from tasks.errors import UserError
+
+    if not os.environ.get("PREFECT_API_URL"):
+        raise UserError(
+            "PREFECT_API_URL is not set: start a server with `python -m deployments up` and export the address it prints"
+        )
+    from flows.finetune import finetune
+
+    finetune(arguments.recipe, run_name=arguments.run_name, max_usd=arguments.max_usd, max_steps=arguments.max_steps)
+    return 0
+
+
+def _receipt(arguments: argparse.Namespace) -> int:
+    from tasks.receipt import settle, table
+
+    receipt = settle(arguments.flow_run_id, "command")
+    print(table(receipt) if receipt else f"flow run {arguments.flow_run_id} left no flight record: it rented nothing")
+    return 0
+
+
+def _reaper(arguments: argparse.Namespace) -> int:
+    from flows.reaper import main as reaper
+
+    return reaper(["--once", *(["--dry-run"] if arguments.dry_run else [])])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,187 @@
+"""What a person sees on the run's page: offers, progress, phases, receipt. Stable keys, so that runs line up in one collection."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+from uuid import UUID
+
+from prefect.artifacts import (
+    create_link_artifact,
+    create_markdown_artifact,
+    create_progress_artifact,
+    create_table_artifact,
+    update_progress_artifact,
+)
+from prefect.exceptions import PrefectException
+
+from tasks.domain import Plan, Receipt
+from tasks.phase import RunView
+from tasks.receipt import markdown
+from training.contract.manifest import Manifest
+from training.contract.recipe import Recipe
+
+log = logging.getLogger(__name__)
+
+
+class Progress:
+    """One progress bar for the whole run; each update is a request and an event, so at most one every ten seconds."""
+
+    def __init__(self, recipe: Recipe, every_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._steps = {phase.kind: phase.steps for phase in recipe.phases}
+        self._every_s, self._clock = every_s, clock
+        self._at: float | None = None
+        self._id: UUID | None = None
+
+    def __call__(self, view: RunView, *, now: bool = False) -> None:
+        moment = self._clock()
+        if not now and self._at is not None and moment - self._at < self._every_s:
+            return
+        self._at = moment
+        percent, sentence = self.state(view)
+        log.info("progress %.0f %%: %s", percent, sentence)
+        _shown(lambda: self._show(percent, sentence))
+
+    def state(self, view: RunView) -> tuple[float, str]:
+        steps = {
+            kind: (
+                self._steps[kind] if kind in view.done_before else view.phases[kind].step if kind in view.phases else 0
+            )
+            for kind in self._steps
+        }
+        running = [phase for phase in view.phases.values() if phase.step < phase.max_steps]
+        current = (running or list(view.phases.values()))[-1:] if view.phases else []
+        return 100.0 * sum(steps.values()) / sum(self._steps.values()), current[0].sentence if current else "starting"
+
+    def _show(self, percent: float, sentence: str) -> None:
+        if self._id is None:
+            created = create_progress_artifact(progress=percent, key="progress", description=sentence)
+            self._id = created if isinstance(created, UUID) else None
+        else:
+            update_progress_artifact(artifact_id=self._id, progress=percent, description=sentence)
+
+
+def phase_rows(recipe: Recipe, view: RunView, manifests: dict[str, Manifest]) -> list[dict[str, Any]]:
+    """One row a phase: loss first → last and each group's norm, from this run's events or an earlier run's manifest."""
+    rows: list[dict[str, Any]] = []
+    for phase in recipe.phases:
+        seen, manifest = view.phases.get(phase.kind), manifests.get(phase.kind)
+        if seen and seen.end:
+            rows.append(
+                _row(
+                    phase.kind,
+                    seen.step,
+                    phase.steps,
+                    seen.loss_first,
+                    seen.loss_last,
+                    {k: (g.norm, g.delta_norm) for k, g in seen.end.groups.items()},
+                    seen.metrics,
+                    "trained",
+                )
+            )
+        elif manifest:
+            rows.append(
+                _row(
+                    phase.kind,
+                    manifest.step,
+                    phase.steps,
+                    manifest.loss_first,
+                    manifest.loss_last,
+                    {k: (g.norm, g.delta_norm) for k, g in manifest.groups.items()},
+                    manifest.metrics,
+                    "from the bucket",
+                )
+            )
+    return rows
+
+
+def _row(
+    kind: str,
+    step: int,
+    steps: int,
+    first: float | None,
+    last: float | None,
+    groups: dict[str, tuple[float, float | None]],
+    metrics: dict[str, float],
+    source: str,
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "phase": kind,
+        "steps": f"{step}/{steps}",
+        "loss first": _number(first),
+        "loss last": _number(last),
+        "reward": _number(metrics.get("reward")),
+    }
+    for group, (norm, delta) in groups.items():
+        row[f"{group} norm (change)"] = f"{norm:.2f} ({delta:.2f})" if delta is not None else f"{norm:.2f}"
+    return {**row, "source": source}
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}"
+
+
+def show_plan(plan: Plan) -> None:
+    rows = [
+        {
+            "offer": ranked.offer.id,
+            "card": ranked.offer.gpu_name,
+            "$ for the run": round(ranked.run_usd, 4),
+            "$/h": ranked.offer.dph_total_usd,
+            "country": ranked.offer.country,
+            "verdict": ranked.sentence or "fits",
+        }
+        for ranked in plan.offers[:20]
+    ]
+    rows += [
+        {
+            "offer": "",
+            "card": f"filter {count.rule}",
+            "verdict": f"removes {count.removed}" + (f"; {count.loosen}" if count.loosen else ""),
+        }
+        for count in plan.funnel
+        if count.removed
+    ]
+    _shown(
+        lambda: create_table_artifact(
+            table=rows,
+            key="offers",
+            description=f"{plan.found} offers found, {len(plan.offers)} fit; {plan.hours:.2f} h ({plan.hours_from})",
+        )
+    )
+
+
+def show_phases(rows: list[dict[str, Any]]) -> None:
+    _shown(
+        lambda: create_table_artifact(
+            table=rows, key="phases", description="Loss and norm of each LoRA group, phase by phase"
+        )
+    )
+
+
+def show_receipt(receipt: Receipt) -> None:
+    _shown(
+        lambda: create_markdown_artifact(
+            markdown=markdown(receipt), key="receipt", description=f"Receipt of {receipt.run}"
+        )
+    )
+
+
+def show_adapter(uri: str) -> None:
+    _shown(
+        lambda: create_link_artifact(
+            link=uri, link_text=uri, key="adapter", description="The trained adapter, as stock PEFT loads it"
+        )
+    )
+
+
+def _shown(show: Callable[[], object]) -> None:
+    """A page is a view: a server that does not answer must not end a run that trains."""
+    try:
+        show()
+    except (PrefectException, OSError, RuntimeError) as error:
+        log.warning("not shown on the run's page: %s", error)
+    except Exception as error:  # noqa: BLE001 - httpx's errors are not OSErrors; protects the run from its own view
+        log.warning("not shown on the run's page: %s: %s", type(error).__name__, error)

@@ -1,0 +1,1 @@
+"""How a box is reached: one login that reconnects by itself, detached jobs, and what is sent first."""

@@ -1,0 +1,1 @@
+"""The costly decisions, as pure functions of facts and a given `now`."""

@@ -1,0 +1,43 @@
+"""The run's bucket as this machine sees it, and the credentials that a box is given."""
+
+from __future__ import annotations
+
+from tasks.errors import UserError
+from tasks.settings import Settings
+from training.box.store import Store, StoreError
+
+
+def open_store(settings: Settings) -> Store:
+    """The bucket with the control plane's own key."""
+    return Store(
+        settings.bucket,
+        endpoint_url=settings.s3_endpoint_url,
+        region=settings.s3_region,
+        access_key_id=settings.s3_access_key_id,
+        secret_access_key=settings.s3_secret_access_key.get_secret_value(),
+    )
+
+
+def checked_store(settings: Settings) -> Store:
+    """The bucket, proved to be there and readable with this key; UserError with one sentence otherwise."""
+    store = open_store(settings)
+    try:
+        store.check()
+    except StoreError as error:
+        raise UserError(f"bucket: {error}; see LIVERY_BUCKET and LIVERY_S3_* in .env.example") from None
+    return store
+
+
+def private_env(settings: Settings) -> dict[str, str]:
+    """What the box's private env file holds: the box's own limited key, never the account's."""
+    endpoint = settings.box_s3_endpoint_url or settings.s3_endpoint_url
+    values = {
+        "AWS_ACCESS_KEY_ID": settings.box_s3_access_key_id,
+        "AWS_SECRET_ACCESS_KEY": settings.box_s3_secret_access_key.get_secret_value(),
+        "AWS_DEFAULT_REGION": settings.s3_region,
+    }
+    if endpoint:
+        values["AWS_ENDPOINT_URL_S3"] = endpoint
+    if settings.hf_token:
+        values["HF_TOKEN"] = settings.hf_token.get_secret_value()
+    return values

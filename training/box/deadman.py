@@ -1,0 +1,86 @@
+"""The dead-man switch: on the box, with the one key that can only end this very box, for when everybody else has gone.
+
+It destroys the instance once the hard end has passed, or when nobody has touched ~/livery/alive for the given minutes and no job
+runs. Packed into the create call's onstart, so it must stay small, and it runs before anything else is on the box.
+"""
+
+import fcntl
+import glob
+import json
+import os
+import sys
+import time
+import urllib.error
+import urllib.request
+
+HOME = os.path.expanduser("~/livery")
+
+
+def main(argv):
+    """HARD_END (epoch seconds) SILENT_S [POLL_S]; returns only when another dead-man already watches, or the box is gone."""
+    hard_end, silent_s = float(argv[0]), float(argv[1])
+    poll_s = float(argv[2]) if len(argv) > 2 else 30.0
+    lock = open(HOME + "/deadman.lock", "w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return 0
+    started = time.time()
+    while True:
+        why = reason(time.time(), hard_end, last_alive(started), silent_s, any_job())
+        if why and destroy(why):
+            return 0
+        time.sleep(poll_s)
+
+
+def reason(now, hard_end, alive_at, silent_s, job_runs):
+    """Why the box must end now; empty if it need not."""
+    if now > hard_end:
+        return "the hard end has passed"
+    if now - alive_at > silent_s and not job_runs:
+        return "nobody has asked for this box for %d s and no job runs" % (now - alive_at)
+    return ""
+
+
+def last_alive(started):
+    try:
+        return max(started, os.path.getmtime(HOME + "/alive"))
+    except OSError:
+        return started
+
+
+def any_job():
+    for path in glob.glob(HOME + "/jobs/*/lock"):
+        try:
+            with open(path, "r+") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def destroy(why):
+    """Ask the market to destroy this instance; True once it says that it did, or that there is no such instance."""
+    with open(HOME + "/instance.env") as file:
+        env = dict(line.rstrip("\n").split("=", 1) for line in file if "=" in line)
+    url = (env.get("VAST_URL") or "https://console.vast.ai") + "/api/v0/instances/%s/" % env["CONTAINER_ID"]
+    headers = {"Authorization": "Bearer " + env["CONTAINER_API_KEY"], "Content-Type": "application/json"}
+    request = urllib.request.Request(url, b"{}", headers, method="DELETE")
+    try:
+        with urllib.request.urlopen(request, timeout=30) as reply:
+            status, body = reply.status, reply.read(4096)
+    except urllib.error.HTTPError as error:
+        status, body = error.code, error.read(4096)
+    except OSError as error:
+        status, body = 0, type(error).__name__.encode()
+    print(int(time.time()), why, "->", status, body[:200].decode(errors="replace"), flush=True)
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        return False
+    # A 404 may also mean a refused key: only its own word says that the box is gone.
+    return answer.get("success") is True or answer.get("error") in ("no_such_instance", "not_found")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

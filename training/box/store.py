@@ -1,0 +1,561 @@
+"""The one S3 module of the product: small objects, resumable uploads and downloads, and errors that say what to do.
+
+The time-outs look odd for a reason. urllib3 leaves the *connect* time-out on the socket while a body is sent, so in botocore
+`connect_timeout` is what notices a frozen uplink and `read_timeout` only bounds the wait for the reply.
+There is no state on disk: an interrupted upload is found again by asking the server (ListMultipartUploads, ListParts), and every
+part that is already there is checked against the file before it is believed.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import io
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+
+T = TypeVar("T")
+Progress = Callable[[int, int], None]
+Moved = Callable[[int], None]
+
+MIN_PART_BYTES = 5 << 20  # S3's own floor for all parts but the last
+PART_BYTES = 8 << 20
+MAX_PARTS = 10_000
+_DENIED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "AuthFailure"}
+_CONFLICT = {"PreconditionFailed", "ConditionalRequestConflict"}
+# Damage or haste on the way, not a verdict on the request.
+_PASSING = {"SlowDown", "RequestTimeout", "IncompleteBody", "BadDigest", "InvalidDigest", "InternalError"}
+
+
+class StoreError(Exception):
+    """The bucket answered something that cannot be used. The message never holds a key or a secret."""
+
+
+class StoreUnreachable(StoreError):
+    """No answer, a broken connection, a 5xx: nothing is known about the object."""
+
+
+class StoreDenied(StoreError):
+    """401 or 403: the key is wrong or may not do this."""
+
+
+class StoreConflict(StoreError):
+    """412: the object is already there and `create_only` was asked."""
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    key: str
+    size: int
+    modified: float
+    """Epoch seconds."""
+
+
+class Store:
+    """One bucket. Thread-safe; every call gives up by itself (a few attempts, `stall_s` each)."""
+
+    def __init__(
+        self,
+        bucket: str,
+        *,
+        endpoint_url: str | None,
+        region: str,
+        access_key_id: str,
+        secret_access_key: str,
+        stall_s: float = 15,
+        session_token: str | None = None,
+    ) -> None:
+        self.bucket = bucket
+        self.where = f"bucket '{bucket}'" + (f" at {endpoint_url}" if endpoint_url else "")
+        self._client: Any = boto3.session.Session().client(
+            "s3",
+            endpoint_url=endpoint_url,
+            region_name=region,
+            aws_access_key_id=access_key_id,
+            aws_secret_access_key=secret_access_key,
+            aws_session_token=session_token,
+            config=_config(stall_s, path_style=endpoint_url is not None),
+        )
+
+    @classmethod
+    def from_environment(cls, bucket: str, environ: Mapping[str, str] = os.environ, *, stall_s: float = 15) -> Store:
+        """A store from the usual AWS_* variables; StoreError names each one that is missing."""
+        missing = [name for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY") if not environ.get(name)]
+        if missing:
+            raise StoreError(f"bucket '{bucket}': {' and '.join(missing)} not set in the environment")
+        return cls(
+            bucket,
+            endpoint_url=environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or None,
+            region=environ.get("AWS_DEFAULT_REGION") or environ.get("AWS_REGION") or "us-east-1",
+            access_key_id=environ["AWS_ACCESS_KEY_ID"],
+            secret_access_key=environ["AWS_SECRET_ACCESS_KEY"],
+            session_token=environ.get("AWS_SESSION_TOKEN") or None,
+            stall_s=stall_s,
+        )
+
+    def check(self) -> None:
+        """One signed question to the bucket; StoreUnreachable, StoreDenied or StoreError in one clear sentence."""
+        self._ask("list", "", lambda: self._client.list_objects_v2(Bucket=self.bucket, MaxKeys=1), attempts=2)
+
+    def get_bytes(self, key: str) -> bytes | None:
+        """The object's content; None only if the bucket says that this key does not exist."""
+
+        def get() -> bytes:
+            body: bytes = self._client.get_object(Bucket=self.bucket, Key=key)["Body"].read()
+            return body
+
+        try:
+            return self._ask("read", key, get)
+        except _NoSuchKey:
+            return None
+
+    def put_bytes(
+        self, key: str, data: bytes, *, create_only: bool = False, content_type: str = "application/json"
+    ) -> None:
+        """Write a small object whole. StoreConflict if `create_only` and another content is already there."""
+        condition = {"IfNoneMatch": "*"} if create_only else {}
+
+        def put() -> None:
+            self._client.put_object(
+                Bucket=self.bucket,
+                Key=key,
+                Body=data,
+                ContentType=content_type,
+                ContentMD5=_md5_base64(data),
+                **condition,
+            )
+
+        try:
+            self._ask("write", key, put)
+        except StoreConflict:
+            # A first attempt whose reply was lost makes the second one conflict with itself.
+            if self.get_bytes(key) != data:
+                raise
+
+    def size(self, key: str) -> int | None:
+        """Bytes of the object; None only if the bucket says that this key does not exist."""
+        head = self._head(key)
+        return None if head is None else int(head["ContentLength"])
+
+    def list(self, prefix: str) -> list[ObjectInfo]:
+        """All objects under a prefix, all pages, in key order."""
+        found: list[ObjectInfo] = []
+        token: dict[str, str] = {}
+        while True:
+            page = self._ask("list", prefix, lambda token=token: self._page(prefix, token))  # type: ignore[misc]
+            for item in page.get("Contents", []):
+                found.append(ObjectInfo(item["Key"], int(item["Size"]), item["LastModified"].timestamp()))
+            if not page.get("IsTruncated"):
+                return found
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+    def delete(self, key: str) -> None:
+        """Remove one object; removing what is not there is no error."""
+        self._ask("delete", key, lambda: self._client.delete_object(Bucket=self.bucket, Key=key))
+
+    def server_time(self) -> float:
+        """Epoch seconds by the bucket's own clock, from the Date header (whole seconds). A refusal has one, too."""
+        try:
+            reply = self._client.list_objects_v2(Bucket=self.bucket, MaxKeys=1)
+        except ClientError as error:
+            reply = error.response
+        except (BotoCoreError, HTTPClientError, OSError) as error:
+            raise StoreUnreachable(f"{self.where} does not answer ({type(error).__name__})") from None
+        header = reply["ResponseMetadata"]["HTTPHeaders"].get("date")
+        if not header:
+            raise StoreError(f"{self.where} sent no Date header")
+        return parsedate_to_datetime(header).timestamp()
+
+    def upload_file(
+        self,
+        path: Path,
+        key: str,
+        *,
+        sha256: str,
+        progress: Progress = lambda done, total: None,
+        moved: Moved = lambda taken: None,
+        part_bytes: int = PART_BYTES,
+        workers: int = 4,
+    ) -> int:
+        """Put a file under `key` with its sha256 as metadata; the bytes really sent, 0 if the same content was there.
+
+        `progress(done, total)` counts bytes in parts that the bucket has acknowledged. `moved(n)` counts bytes that the
+        socket took: a sign of life between two parts, and ahead of the truth by what the kernel buffers.
+        StoreError if what arrived is not what was sent.
+        """
+        size = path.stat().st_size
+        if self._holds(key, size, sha256):
+            progress(size, size)
+            return 0
+        upload = _Upload(self, path, key, size, sha256, _part_bytes(size, part_bytes), progress, moved)
+        sent = upload.whole() if size <= upload.part_bytes else upload.in_parts(workers)
+        if not self._holds(key, size, sha256):
+            raise StoreError(f"{self.where}: {key} does not hold what was sent ({size} bytes, sha256 {sha256[:12]})")
+        return sent
+
+    def download_file(
+        self,
+        key: str,
+        path: Path,
+        *,
+        progress: Progress = lambda done, total: None,
+        expect_bytes: int | None = None,
+        expect_sha256: str | None = None,
+        attempts: int = 5,
+    ) -> None:
+        """Fetch an object to `path`: resumes an interrupted download, verifies, and only then gives it its name.
+
+        Checked are the size, the sha256 (the expected one, else the one in the object's metadata) and, failing both, a plain
+        MD5 ETag. StoreError if they differ: the part file is deleted, for what is wrong now would be wrong again.
+        """
+        head = self._head(key)
+        if head is None:
+            raise StoreError(f"{self.where}: {key} does not exist")
+        size, etag = int(head["ContentLength"]), str(head["ETag"]).strip('"')
+        if expect_bytes is not None and size != expect_bytes:
+            raise StoreError(f"{self.where}: {key} has {size} bytes, want {expect_bytes}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # The ETag in the name keeps a part of an older version of the object from being continued.
+        part = path.with_name(f"{path.name}.{etag[:16]}.part")
+        self._fetch(key, part, size, head["ETag"], progress, attempts)
+        wanted = expect_sha256 or head["Metadata"].get("sha256")
+        problem = _mismatch(part, size, wanted, etag)
+        if problem:
+            part.unlink()
+            raise StoreError(f"{self.where}: {key}: {problem}; what was downloaded is deleted")
+        os.replace(part, path)
+
+    def abort_uploads(self, prefix: str) -> int:
+        """Abort unfinished multipart uploads under a prefix (they are billed until then); how many there were."""
+        uploads = [(item["Key"], item["UploadId"]) for item in self._unfinished(prefix)]
+        for key, upload_id in uploads:
+            self._abort(key, upload_id)
+        return len(uploads)
+
+    def _fetch(self, key: str, part: Path, size: int, etag: str, progress: Progress, attempts: int) -> None:
+        failures = 0
+        while (start := part.stat().st_size if part.exists() else 0) < size or not part.exists():
+            try:
+                self._fetch_from(key, part, start, size, etag, progress)
+            except StoreUnreachable:
+                grown = part.exists() and part.stat().st_size > start
+                failures = 0 if grown else failures + 1
+                if failures >= attempts:
+                    raise
+                time.sleep(_pause(failures))
+
+    def _fetch_from(self, key: str, part: Path, start: int, size: int, etag: str, progress: Progress) -> None:
+        span = {"Range": f"bytes={start}-"} if start else {}
+
+        def fetch() -> None:
+            body = self._client.get_object(Bucket=self.bucket, Key=key, IfMatch=etag, **span)["Body"]
+            done = start
+            with part.open("ab") as file:
+                for chunk in body.iter_chunks(1 << 18):
+                    file.write(chunk)
+                    done += len(chunk)
+                    progress(done, size)
+
+        self._ask("read", key, fetch, attempts=1)
+
+    def _page(self, prefix: str, token: dict[str, str]) -> dict[str, Any]:
+        page: dict[str, Any] = self._client.list_objects_v2(Bucket=self.bucket, Prefix=prefix, **token)
+        return page
+
+    def _head(self, key: str) -> Any | None:
+        try:
+            return self._ask("read", key, lambda: self._client.head_object(Bucket=self.bucket, Key=key))
+        except _NoSuchKey:
+            pass
+        # A HEAD has no body, so its 404 could be the bucket's; a GET says which.
+        try:
+            self._ask("read", key, lambda: self._client.get_object(Bucket=self.bucket, Key=key, Range="bytes=0-0"))
+        except _NoSuchKey:
+            return None
+        return self._ask("read", key, lambda: self._client.head_object(Bucket=self.bucket, Key=key))
+
+    def _holds(self, key: str, size: int, sha256: str) -> bool:
+        head = self._head(key)
+        return head is not None and int(head["ContentLength"]) == size and head["Metadata"].get("sha256") == sha256
+
+    def _unfinished(self, prefix: str) -> Iterator[dict[str, Any]]:
+        marker: dict[str, str] = {}
+        while True:
+            page = self._ask(
+                "list uploads",
+                prefix,
+                lambda marker=marker: self._client.list_multipart_uploads(  # type: ignore[misc]
+                    Bucket=self.bucket, Prefix=prefix, **marker
+                ),
+            )
+            yield from page.get("Uploads", [])
+            if not page.get("IsTruncated"):
+                return
+            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def _abort(self, key: str, upload_id: str) -> None:
+        with contextlib.suppress(_NoSuchUpload):
+            self._ask(
+                "abort an upload of",
+                key,
+                lambda: self._client.abort_multipart_upload(Bucket=self.bucket, Key=key, UploadId=upload_id),
+            )
+
+    def _ask(self, what: str, key: str, call: Callable[[], T], *, attempts: int = 4) -> T:
+        """Make one call; retried only when nothing is known of its fate. All errors leave here as StoreError."""
+        for attempt in range(attempts):
+            try:
+                return call()
+            except ClientError as error:
+                told = self._told(what, key, error)
+            except (BotoCoreError, HTTPClientError, OSError) as error:
+                told = StoreUnreachable(
+                    f"{self.where} does not answer: could not {what} {key} ({_brief(error)})".replace("  ", " ")
+                )
+            if not isinstance(told, StoreUnreachable) or attempt + 1 == attempts:
+                raise told from None
+            time.sleep(_pause(attempt))
+        raise AssertionError("attempts must be at least 1")
+
+    def _told(self, what: str, key: str, error: ClientError) -> StoreError:
+        """What the server's answer means, in one sentence. Its own message is left out: it may quote the key."""
+        status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        code = str(error.response.get("Error", {}).get("Code", ""))
+        if code == "NoSuchBucket":
+            return StoreError(f"{self.where} does not exist; create it, or correct its name")
+        if code == "NoSuchUpload":
+            return _NoSuchUpload(f"{self.where}: the upload of {key} is no longer there")
+        if code == "NoSuchKey" or (status == 404 and code in ("404", "NotFound", "")):
+            return _NoSuchKey(f"{self.where}: {key} does not exist")
+        if code == "RequestTimeTooSkewed":
+            return StoreError(f"{self.where}: this machine's clock is more than 15 minutes wrong; set it and try again")
+        if code in _CONFLICT or status == 412:
+            return StoreConflict(f"{self.where}: {key} is already there, or has changed meanwhile")
+        if status >= 500 or status == 429 or code in _PASSING:
+            return StoreUnreachable(f"{self.where} answered {status} {code} when asked to {what} {key}")
+        if status in (401, 403) or code in _DENIED:
+            return StoreDenied(
+                f"{self.where} refused to {what} {key}".rstrip()
+                + f" ({code or status}): check the access key, its secret and what the key is allowed to do"
+            )
+        return StoreError(f"{self.where} refused to {what} {key} ({status} {code})")
+
+
+class _NoSuchKey(StoreError):
+    pass
+
+
+class _NoSuchUpload(StoreError):
+    pass
+
+
+class _Upload:
+    """One file on its way. Parts are counted once the bucket has acknowledged them."""
+
+    def __init__(
+        self,
+        store: Store,
+        path: Path,
+        key: str,
+        size: int,
+        sha256: str,
+        part_bytes: int,
+        progress: Progress,
+        moved: Moved,
+    ) -> None:
+        self.store, self.path, self.key, self.size, self.sha256 = store, path, key, size, sha256
+        self.part_bytes = part_bytes
+        self._progress, self._moved = progress, moved
+        self._lock = threading.Lock()
+        self._done = self._sent = 0
+
+    def whole(self) -> int:
+        data = self.path.read_bytes()
+        self.store._ask(
+            "write",
+            self.key,
+            lambda: self.store._client.put_object(
+                Bucket=self.store.bucket,
+                Key=self.key,
+                Body=_Counted(data, self._moved),
+                ContentMD5=_md5_base64(data),
+                Metadata={"sha256": self.sha256},
+            ),
+        )
+        self._acknowledged(len(data), sent=True)
+        return self._sent
+
+    def in_parts(self, workers: int) -> int:
+        """Send the missing parts and join them; begins again once if the half-done upload has vanished meanwhile."""
+        try:
+            return self._in_parts(workers)
+        except _NoSuchUpload:
+            if self.store._holds(self.key, self.size, self.sha256):  # completed, and only the reply was lost
+                return self._sent
+            self._done = 0
+            return self._in_parts(workers)
+
+    def _in_parts(self, workers: int) -> int:
+        upload_id, there = self._resume()
+        numbers = range(1, -(-self.size // self.part_bytes) + 1)
+        pool = ThreadPoolExecutor(workers)
+        try:
+            parts = list(pool.map(lambda number: self._part(number, upload_id, there), numbers))
+        finally:
+            # The first failure ends the upload; what is queued would only fail again, and is resumable anyway.
+            pool.shutdown(wait=True, cancel_futures=True)
+        self.store._ask(
+            "complete",
+            self.key,
+            lambda: self.store._client.complete_multipart_upload(
+                Bucket=self.store.bucket, Key=self.key, UploadId=upload_id, MultipartUpload={"Parts": parts}
+            ),
+        )
+        return self._sent
+
+    def _resume(self) -> tuple[str, dict[int, tuple[str, int]]]:
+        """The unfinished upload of this key that holds most, with its parts; older ones are aborted. A new one if none."""
+        best: tuple[str, dict[int, tuple[str, int]]] | None = None
+        for item in self.store._unfinished(self.key):
+            if item["Key"] != self.key:
+                continue
+            parts = self._parts_of(item["UploadId"])
+            if best and len(best[1]) >= len(parts):
+                self.store._abort(self.key, item["UploadId"])
+                continue
+            if best:
+                self.store._abort(self.key, best[0])
+            best = item["UploadId"], parts
+        if best:
+            return best
+        reply = self.store._ask(
+            "write",
+            self.key,
+            lambda: self.store._client.create_multipart_upload(
+                Bucket=self.store.bucket, Key=self.key, Metadata={"sha256": self.sha256}
+            ),
+        )
+        return reply["UploadId"], {}
+
+    def _parts_of(self, upload_id: str) -> dict[int, tuple[str, int]]:
+        parts: dict[int, tuple[str, int]] = {}
+        marker = 0
+        while True:
+            try:
+                page = self.store._ask(
+                    "list parts of",
+                    self.key,
+                    lambda marker=marker: self.store._client.list_parts(  # type: ignore[misc]
+                        Bucket=self.store.bucket, Key=self.key, UploadId=upload_id, PartNumberMarker=marker
+                    ),
+                )
+            except _NoSuchUpload:
+                return {}
+            for part in page.get("Parts", []):
+                parts[part["PartNumber"]] = part["ETag"], int(part["Size"])
+            if not page.get("IsTruncated"):
+                return parts
+            marker = int(page["NextPartNumberMarker"])
+
+    def _part(self, number: int, upload_id: str, there: dict[int, tuple[str, int]]) -> dict[str, Any]:
+        with self.path.open("rb") as file:
+            file.seek((number - 1) * self.part_bytes)
+            data = file.read(self.part_bytes)
+        etag, size = there.get(number, ("", 0))
+        if size == len(data) and etag.strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest():
+            self._acknowledged(len(data), sent=False)
+            return {"PartNumber": number, "ETag": etag}
+        reply = self.store._ask(
+            "write",
+            self.key,
+            lambda: self.store._client.upload_part(
+                Bucket=self.store.bucket,
+                Key=self.key,
+                UploadId=upload_id,
+                PartNumber=number,
+                Body=_Counted(data, self._moved),
+                ContentMD5=_md5_base64(data),
+            ),
+        )
+        self._acknowledged(len(data), sent=True)
+        return {"PartNumber": number, "ETag": reply["ETag"]}
+
+    def _acknowledged(self, count: int, *, sent: bool) -> None:
+        with self._lock:
+            self._done += count
+            self._sent += count if sent else 0
+            self._progress(self._done, self.size)
+
+
+class _Counted(io.BytesIO):
+    """A body that tells how much of it the socket took. On plain http botocore reads it once more before, to sign it."""
+
+    def __init__(self, data: bytes, moved: Moved) -> None:
+        super().__init__(data)
+        self._moved = moved
+        self._signing_block = 1 << 20  # botocore hashes in blocks of this size, the socket takes smaller ones
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        chunk = super().read(size)
+        if chunk and size != self._signing_block:
+            self._moved(len(chunk))
+        return chunk
+
+
+def _config(stall_s: float, *, path_style: bool) -> Config:
+    return Config(
+        signature_version="s3v4",
+        connect_timeout=stall_s,
+        read_timeout=4 * stall_s,
+        # Retries are ours: botocore's would hide how long nothing has moved.
+        retries={"mode": "standard", "total_max_attempts": 1},
+        tcp_keepalive=True,
+        max_pool_connections=16,
+        # Newer botocore adds trailers that some S3-compatibles store inside the object.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        s3={"addressing_style": "path" if path_style else "auto", "payload_signing_enabled": False},
+    )
+
+
+def _part_bytes(size: int, asked: int) -> int:
+    return max(asked, MIN_PART_BYTES, -(-size // MAX_PARTS))
+
+
+def _pause(attempt: int) -> float:
+    return min(10.0, 0.3 * 2.0**attempt)
+
+
+def _md5_base64(data: bytes) -> str:
+    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+
+
+def _brief(error: Exception) -> str:
+    """The kind of failure, and the socket's own word for it, without the request."""
+    cause = error.__context__ or error.__cause__
+    name = type(error).__name__
+    return f"{name}, {type(cause).__name__}" if cause and not isinstance(cause, ClientError) else name
+
+
+def _mismatch(path: Path, size: int, sha256: str | None, etag: str) -> str:
+    seen = path.stat().st_size
+    if seen != size:
+        return f"{seen} bytes arrived, want {size}"
+    algorithm, wanted = ("sha256", sha256) if sha256 else ("md5", etag if len(etag) == 32 and "-" not in etag else None)
+    if wanted is None:
+        return ""
+    with path.open("rb") as file:
+        got = hashlib.file_digest(file, algorithm).hexdigest()
+    return "" if got == wanted else f"{algorithm} of what arrived is {got[:12]}…, want {wanted[:12]}…"

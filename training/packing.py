@@ -1,0 +1,131 @@
+"""Several documents in one row without one of them seeing another: exact packed training for the gated delta net.
+
+transformers refuses packed rows unless flash-linear-attention *and* causal-conv1d are installed; the second has no wheel. Here the
+convolution is our own (shifted products, masked at document borders) and the rule runs either in flash-linear-attention, on a GPU, or
+document by document in plain torch. `check` then proves on the loaded model that packed equals alone, because position_ids do not
+reset the state and a leak changes the loss by less than a thousandth.
+
+Shape letters: B batch, C channels, T tokens, K taps.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_MODELING = "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe"
+_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # relative to the largest logit
+
+
+class PackingError(RuntimeError):
+    """Packed rows would not train as the documents alone would."""
+
+
+def install() -> None:
+    """Teach the model code of Qwen3.5/3.6 packed rows. Installing twice changes nothing."""
+    modeling: Any = importlib.import_module(_MODELING)
+    if hasattr(modeling, "livery_packing"):
+        return
+    rule, conv = modeling.torch_chunk_gated_delta_rule, modeling.causal_conv1d_fn
+    plain_rule = getattr(rule, "__wrapped__", rule)
+
+    def packed_rule(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+        ends = options.get("cu_seqlens")
+        if ends is None or (query.is_cuda and has_fast_rule()):
+            return rule(query, key, value, **options)
+        return _document_by_document(plain_rule, query, key, value, options)
+
+    def packed_conv(
+        x_BCT: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **options: Any
+    ) -> Tensor:
+        if options.get("seq_idx") is None:
+            return conv(x_BCT, weight, bias, activation=activation, **options)
+        return masked_conv(x_BCT, weight, bias, activation, options["seq_idx"])
+
+    modeling.torch_chunk_gated_delta_rule, modeling.causal_conv1d_fn = packed_rule, packed_conv
+    modeling.livery_packing = True
+
+
+def has_fast_rule() -> bool:
+    """Whether flash-linear-attention's kernel is really there: its package imports without Triton, and then holds only a fallback."""
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError:
+        return False
+    return callable(chunk_gated_delta_rule)
+
+
+def masked_conv(
+    x_BCT: Tensor, weight_CK: Tensor, bias_C: Tensor | None, activation: str | None, document_BT: Tensor
+) -> Tensor:
+    """Causal depthwise convolution whose taps stop at the border of their document. `document_BT` numbers the documents of a row."""
+    from transformers.activations import ACT2FN
+
+    K, T = weight_CK.shape[-1], x_BCT.shape[-1]
+    x = x_BCT.to(weight_CK.dtype)
+    out = x * weight_CK[:, K - 1, None]
+    for back in range(1, K):
+        earlier = nn.functional.pad(x, (back, 0))[..., :T]
+        same = nn.functional.pad(document_BT, (back, 0), value=-1)[..., :T] == document_BT
+        out = out + earlier * same[:, None, :].to(x.dtype) * weight_CK[:, K - 1 - back, None]
+    if bias_C is not None:
+        out = out + bias_C[:, None]
+    return (ACT2FN[activation](out) if activation else out).to(x_BCT.dtype)
+
+
+def check(model: nn.Module) -> float:
+    """Two short documents in one row against the second alone; returns the largest relative difference of its logits.
+
+    PackingError if it is above what the model's dtype explains.
+    """
+    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+    vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    generator = torch.Generator().manual_seed(0)
+    first, second = (torch.randint(0, vocabulary, (1, size), generator=generator).to(device) for size in (3, 21))
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        alone = model(input_ids=second, use_cache=False).logits[0].float()
+        packed = model(**packed_inputs([first, second]), use_cache=False).logits[0, first.shape[1] :].float()
+    model.train(was_training)
+    difference = float((packed - alone).abs().max() / alone.abs().max())
+    if not difference <= _TOLERANCE.get(dtype, 3e-2):
+        raise PackingError(
+            f"a document's logits differ by {difference:.1e} when another stands before it in the row (want at most"
+            f" {_TOLERANCE.get(dtype, 3e-2):.0e}); install flash-linear-attention, or write `allow: [unpacked]` in the recipe"
+        )
+    return difference
+
+
+def packed_inputs(documents: list[Tensor]) -> dict[str, Any]:
+    """Keyword arguments of a packed forward for documents [1, T]. No attention_mask: with one, the borders are ignored."""
+    lengths = torch.tensor([document.shape[1] for document in documents], device=documents[0].device)
+    ends = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    longest = int(lengths.max())
+    return {
+        "input_ids": torch.cat(documents, 1),
+        "position_ids": torch.cat([torch.arange(n, device=lengths.device) for n in lengths.tolist()])[None],
+        "seq_idx": torch.repeat_interleave(torch.arange(len(documents), device=lengths.device), lengths)[None].to(torch.int32),
+        "cu_seq_lens_q": ends,
+        "cu_seq_lens_k": ends,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def _document_by_document(
+    rule: Any, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor | None]:
+    if query.shape[0] != 1 or options.get("initial_state") is not None or options.get("output_final_state"):
+        raise PackingError("packed rows come one at a time and without a cache; want batch 1 and use_cache=False")
+    ends = options["cu_seqlens"].tolist()
+    g, beta = options["g"], options["beta"]
+    fixed = {name: options[name] for name in ("chunk_size", "use_qk_l2norm_in_kernel") if name in options}
+    outputs = [
+        rule(query[:, a:b], key[:, a:b], value[:, a:b], g=g[:, a:b], beta=beta[:, a:b], **fixed)[0]
+        for a, b in zip(ends[:-1], ends[1:], strict=True)
+    ]
+    return torch.cat(outputs, 1), None
