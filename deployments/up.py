@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from deployments import rehearsal, world
+from deployments import rehearsal, seed
 from deployments.catalogue import served
 from deployments.processes import Child, free_port
 
@@ -69,7 +69,7 @@ def running(
         if force_rehearsal or not has_account():
             up.rehearsal = stack.enter_context(rehearsal.start((STATE / "rehearsal").resolve(), faults=faults))
             environ.update(up.rehearsal.env, LIVERY_STATE_DIR=str((STATE / "state").resolve()), **_REHEARSAL_PACE)
-            world.seed(up.rehearsal.env)
+            seed.seed(up.rehearsal.env)
         elif faults:
             raise UpError("faults are for the rehearsal; a real market has its own")
         _await_server(up, server)

@@ -43,6 +43,10 @@ class FlightRecorder:
     def rented(self, instance: Instance) -> None:
         self._last(instance_id=instance.id, dph_usd=instance.dph_total_usd or self.flight.attempts[-1].dph_usd)
 
+    def known(self, instance_id: int) -> None:
+        """The box's id became known after the attempt failed."""
+        self._last(instance_id=instance_id)
+
     def end_attempt(self, reason: str, *, wasted: bool) -> None:
         if self.flight.attempts and not self.flight.attempts[-1].ended:
             self._last(ended=reason, wasted=wasted)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from tasks.domain import Box, Instance
 from tasks.errors import BoxLost, BudgetReached, RunAborted
 from tasks.remote.jobs import EventTail, Jobs
-from training.contract import layout
 from training.contract.events import (
     Abort,
     CheckpointDurable,
@@ -193,18 +192,23 @@ class Watcher:
             sleep,
         )
         self._asked_market_at = 0.0
-        self._job_gone = ""
+        self._job_gone = False
+        self._log_offset = 0
+        self._log_end = b""
 
     def until(self, done: Callable[[RunView], bool], *, tick: Callable[[RunView], None] = lambda view: None) -> None:
         """Poll until `done`. RunAborted, BoxLost or BudgetReached when that will never be."""
         while True:
-            self.view.absorb(self._tail.read())
+            events = self._tail.read()
+            self.view.absorb(events)
             tick(self.view)
             if done(self.view):
                 return
             self._refuse_aborted()
             self._refuse_overspent()
-            self._refuse_dead()
+            # A box that speaks lives: only silence is worth a second question.
+            if not events:
+                self._refuse_dead()
             self._sleep(self._poll_s)
 
     def _refuse_aborted(self) -> None:
@@ -242,18 +246,21 @@ class Watcher:
             )
 
     def _refuse_dead(self) -> None:
-        job = self._jobs.poll(RUNNER, 0, max_bytes=0)
+        job = self._jobs.poll(RUNNER, self._log_offset)
+        self._log_offset = job.offset
+        self._log_end = (self._log_end + job.log)[-2000:]
         if job.state in {"exited", "lost", "absent"}:
             if not self._job_gone:
                 # One more round: the last events may have been written after we read them.
-                self._job_gone = job.state
+                self._job_gone = True
                 return
             code = f" with code {job.exit_code}" if job.exit_code is not None else ""
-            raise BoxLost(
-                f"box {self._box.instance_id}: the runner has {job.state}{code} without finishing; see {layout.BOX_JOBS}/{RUNNER}/log",
-                blame="host" if job.state == "lost" else "other",
+            said = self._log_end.decode(errors="replace").strip().splitlines()[-3:]
+            sentence = f"box {self._box.instance_id}: the runner has {job.state}{code} without finishing" + (
+                f"; it said: {' | '.join(said)}" if said else ""
             )
-        self._job_gone = ""
+            raise BoxLost(sentence, blame="host" if job.state == "lost" else "other")
+        self._job_gone = False
         if job.state == "unknown":
             self._refuse_vanished()
         silent = self._tail.silent_s(self._clock())

@@ -9,14 +9,17 @@ from pathlib import Path
 
 from tasks.artifacts import Progress
 from tasks.domain import Box, Destruction, Endpoint, Flight, Plan, RankedOffer
-from tasks.errors import AttemptsExhausted, BudgetReached, NoOffers
+from tasks.errors import AttemptsExhausted, BudgetReached, MarketError, NoOffers
 from tasks.flight import FlightRecorder
+from tasks.market import open_market
 from tasks.market.protocol import Market
+from tasks.offers import no_offers_sentence
 from tasks.phase import RunView, Watcher
 from tasks.progress import newest_manifests
 from tasks.remote.ssh import Remote
 from tasks.settings import Settings
 from training.box.store import Store
+from training.contract import layout
 from training.contract.manifest import Manifest
 from training.contract.recipe import Recipe
 
@@ -46,11 +49,13 @@ class Run:
         self.plan: Plan | None = None
         self.recorder: FlightRecorder | None = None
         self.progress = Progress(recipe)
-        self.view = RunView()
         self.box: Box | None = None
         self.remote: Remote | None = None
         self.watcher: Watcher | None = None
-        self.exported = False
+        self._alive: tuple[int, Remote] | None = None
+        self.exported = (
+            store.size(f"{layout.adapter(recipe.name)}adapter_model.safetensors") is not None and not self.phases_left()
+        )
         self.attempts = 0
         self.tried: set[int] = set()
         self.destruction: Destruction | None = None
@@ -72,16 +77,27 @@ class Run:
         """Phases whose final manifest is not yet in the bucket, in order."""
         return tuple(phase.kind for phase in self.recipe.phases if not self._complete(phase.kind))
 
+    def phases_done(self) -> tuple[str, ...]:
+        left = self.phases_left()
+        return tuple(kind for kind in self.recipe.phase_kinds if kind not in left)
+
     def unfinished(self) -> bool:
+        """Is there anything to rent a box for? A run whose adapter lies in the bucket is over."""
         return not self.exported
+
+    @property
+    def adapter_uri(self) -> str:
+        return f"s3://{self.settings.bucket}/{layout.adapter(self.recipe.name)}"
 
     def refresh(self) -> None:
         """Ask the bucket again what is done."""
         self.manifests = newest_manifests(self.recipe, self.store, self.digests)
 
     def take_off(self, planned: Plan) -> None:
-        """The plan is made: from here on what happens is on record."""
+        """The plan is made: from here on what happens is on record. A later plan, after a box was lost, replaces the offers only."""
         self.plan = planned
+        if self.recorder is not None:
+            return
         flight = Flight(
             flow_run_id=self.flow_run_id,
             run=self.recipe.name,
@@ -93,25 +109,54 @@ class Run:
         self.recorder = FlightRecorder(self.store, flight, self.clock)
 
     @property
+    def planned(self) -> Plan:
+        assert self.plan is not None, "plan before renting"
+        return self.plan
+
+    @property
+    def login(self) -> Remote:
+        assert self.remote is not None, "rent before reaching into a box"
+        return self.remote
+
+    @property
+    def token(self) -> str:
+        """What makes a job of this attempt start once: the same for a retry, another for the next box."""
+        return f"{self.flow_run_id}:{self.attempts}"
+
+    @property
+    def view(self) -> RunView:
+        """What the present box's events have said; empty before its runner has started."""
+        return self.watcher.view if self.watcher is not None else RunView()
+
+    def watch(self, done: Callable[[RunView], bool], judge: Callable[[RunView], None] = lambda view: None) -> None:
+        """Poll the runner until `done`, showing progress; `judge` may give up on the box at each poll."""
+        assert self.watcher is not None, "the runner has not been started"
+
+        def tick(view: RunView) -> None:
+            self.progress(view)
+            judge(view)
+
+        self.watcher.until(done, tick=tick)
+
+    @property
     def flight(self) -> FlightRecorder:
         assert self.recorder is not None, "take_off comes before the first step"
         return self.recorder
 
     def next_offer(self) -> RankedOffer:
         """The cheapest offer not tried yet. NoOffers, AttemptsExhausted or BudgetReached when there is none to try."""
-        assert self.plan is not None, "plan before renting"
         budget = self.recipe.budget
         if self.attempts >= budget.attempts:
             raise AttemptsExhausted(
                 f"{self.attempts} boxes tried, budget.attempts = {budget.attempts}: {self._reasons()}"
             )
         spent = self.flight.spent_usd()
-        left = [ranked for ranked in self.plan.offers if ranked.offer.machine_id not in self.tried]
+        left = [ranked for ranked in self.planned.offers if ranked.offer.machine_id not in self.tried]
         if not left:
             raise (
                 AttemptsExhausted(f"all {len(self.tried)} machines that fit were tried: {self._reasons()}")
                 if self.tried
-                else NoOffers(self._no_offers())
+                else NoOffers(no_offers_sentence(self.planned))
             )
         if spent + left[0].run_usd > budget.max_usd:
             raise BudgetReached(
@@ -121,31 +166,53 @@ class Run:
         self.tried.add(left[0].offer.machine_id)
         return left[0]
 
-    def endpoints(self) -> tuple[Endpoint, ...]:
-        """Where the present box answers now; asked again before each reconnect, since ports move."""
-        assert self.box is not None
-        instance = self.market.show(self.box.instance_id)
-        return instance.endpoints if instance else ()
+    def open(self, box: Box, endpoints: tuple[Endpoint, ...]) -> Remote:
+        """The connection to the present box. Addresses move, so all but the first login asks the market for them."""
+        self.close()
+        known = list(endpoints)
+
+        def resolve() -> tuple[Endpoint, ...]:
+            if known:
+                first, known[:] = tuple(known), []
+                return first
+            return _endpoints(self.market, box)
+
+        self.box = box
+        self.remote = Remote(box.ssh_user, box.key_path, box.known_hosts_path, resolve)
+        return self.remote
+
+    def close(self) -> None:
+        """Let go of the present box; it may or may not still exist."""
+        if self.remote is not None:
+            self.remote.close()
+        self.box = self.remote = self.watcher = None
+
+    def tell_alive(self) -> None:
+        """Touch the box's lease file, for its dead-man switch. Called by the lease thread, so with a connection and a market client of its own."""
+        box = self.box
+        if box is None:
+            return
+        if self._alive is None or self._alive[0] != box.instance_id:
+            market = open_market(self.settings)
+            self._alive = (
+                box.instance_id,
+                Remote(box.ssh_user, box.key_path, box.known_hosts_path, lambda: _endpoints(market, box)),
+            )
+        self._alive[1].run(f"touch {layout.BOX_ALIVE}", timeout_s=20)
 
     def _complete(self, kind: str) -> bool:
         manifest = self.manifests.get(kind)
         return manifest is not None and manifest.complete
 
     def _reasons(self) -> str:
-        return (
-            "; ".join(
-                f"machine {attempt.machine_id}: {attempt.ended}"
-                for attempt in self.flight.flight.attempts
-                if attempt.ended
-            )
-            or "none was rented"
-        )
+        ended = [attempt for attempt in self.flight.flight.attempts if attempt.ended]
+        return "; ".join(f"machine {attempt.machine_id}: {attempt.ended}" for attempt in ended) or "none was rented"
 
-    def _no_offers(self) -> str:
-        assert self.plan is not None
-        removers = sorted((count for count in self.plan.funnel if count.removed), key=lambda count: -count.removed)
-        why = "; ".join(
-            f"{count.rule} removes {count.removed}" + (f" ({count.loosen})" if count.loosen else "")
-            for count in removers[:5]
-        )
-        return f"no offer fits: {self.plan.found} found; {why or 'the market has none of this tier'}"
+
+def _endpoints(market: Market, box: Box) -> tuple[Endpoint, ...]:
+    try:
+        instance = market.show(box.instance_id)
+    except MarketError as error:
+        log.warning("box %d: its address cannot be asked for now: %s", box.instance_id, error)
+        return ()
+    return instance.endpoints if instance else ()

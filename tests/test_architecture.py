@@ -47,13 +47,16 @@ def wrong_imports(folder: str, source: str) -> list[str]:
     wrong = []
     for name in imports(source):
         top = name.partition(".")[0]
-        if under(name, NOWHERE) or under(name, BANNED[folder]) or top == "tests":
-            wrong.append(name)
-        elif (
-            top in FOLDERS
-            and top != folder
-            and not under(name, ALLOWED[folder])
-            and not any(full.startswith(name + ".") for full in ALLOWED[folder])
+        if (
+            under(name, NOWHERE)
+            or under(name, BANNED[folder])
+            or top == "tests"
+            or (
+                top in FOLDERS
+                and top != folder
+                and not under(name, ALLOWED[folder])
+                and not any(full.startswith(name + ".") for full in ALLOWED[folder])
+            )
         ):
             wrong.append(name)
     return wrong

@@ -164,7 +164,9 @@ def _require_known_layout(name: str, wrapper: Any) -> None:
     while isinstance(link, ParamWrapper):
         seen.append(link.parameter_name)
         if not link._did_swap_in_out_features:
-            raise ExpertsError(f"{name}: {link.parameter_name} is not stored as [expert, out, in]; want peft >= 0.19.1 and such experts")
+            raise ExpertsError(
+                f"{name}: {link.parameter_name} is not stored as [expert, out, in]; want peft >= 0.19.1 and such experts"
+            )
         link = link.base_layer
     if set(seen) - set(_PARAMETERS):
         raise ExpertsError(f"{name}: adapters on {', '.join(seen)}; this computation knows {' and '.join(_PARAMETERS)}")

@@ -11,6 +11,7 @@ Shape letters: B batch, C channels, T tokens, K taps.
 from __future__ import annotations
 
 import importlib
+import itertools
 from typing import Any
 
 import torch
@@ -108,7 +109,9 @@ def packed_inputs(documents: list[Tensor]) -> dict[str, Any]:
     return {
         "input_ids": torch.cat(documents, 1),
         "position_ids": torch.cat([torch.arange(n, device=lengths.device) for n in lengths.tolist()])[None],
-        "seq_idx": torch.repeat_interleave(torch.arange(len(documents), device=lengths.device), lengths)[None].to(torch.int32),
+        "seq_idx": torch.repeat_interleave(torch.arange(len(documents), device=lengths.device), lengths)[None].to(
+            torch.int32
+        ),
         "cu_seq_lens_q": ends,
         "cu_seq_lens_k": ends,
         "max_length_q": longest,
@@ -126,6 +129,6 @@ def _document_by_document(
     fixed = {name: options[name] for name in ("chunk_size", "use_qk_l2norm_in_kernel") if name in options}
     outputs = [
         rule(query[:, a:b], key[:, a:b], value[:, a:b], g=g[:, a:b], beta=beta[:, a:b], **fixed)[0]
-        for a, b in zip(ends[:-1], ends[1:], strict=True)
+        for a, b in itertools.pairwise(ends)
     ]
     return torch.cat(outputs, 1), None

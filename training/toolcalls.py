@@ -1,12 +1,12 @@
 """Tool calls in Qwen3.5/3.6's own text form: read them, and reward them.
 
-    <tool_call>
-    <function=NAME>
-    <parameter=KEY>
-    VALUE
-    </parameter>
-    </function>
-    </tool_call>
+<tool_call>
+<function=NAME>
+<parameter=KEY>
+VALUE
+</parameter>
+</function>
+</tool_call>
 """
 
 from __future__ import annotations

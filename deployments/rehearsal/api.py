@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import itertools
 import json
 import re
 import secrets
@@ -108,11 +109,16 @@ class Route:
         return {name: int(text) for name, text in found.groupdict().items()} if found else None
 
 
+class InvalidJson(ValueError):
+    """The body is not a JSON object."""
+
+
 class Limiter:
     """The market's limiter: a least interval per (method, template, key), scaled by `pace`; 0 turns it off."""
 
     # A client that waits exactly the interval must not be refused for the jitter of a busy machine.
-    TOLERANCE = 0.95
+    SLACK_SHARE = 0.05
+    SLACK_S = 0.05
 
     def __init__(self, pace: float) -> None:
         self.pace = pace
@@ -123,7 +129,7 @@ class Limiter:
         slot = (route.method, route.template, key)
         if route.per_minute and self.pace:
             recent = self._recent[slot]
-            while recent and recent[0] <= now - 60 * self.pace * self.TOLERANCE:
+            while recent and recent[0] <= now - self._scaled(60):
                 recent.popleft()
             if len(recent) >= route.per_minute:
                 return too_frequent(None)
@@ -131,10 +137,14 @@ class Limiter:
         if route.every_s and self.pace:
             if now < self._free_at.get(slot, now):
                 if route.penalty_s:
-                    self._free_at[slot] = now + route.penalty_s * self.pace * self.TOLERANCE
+                    self._free_at[slot] = now + self._scaled(route.penalty_s)
                 return too_frequent(route.every_s)
-            self._free_at[slot] = now + route.every_s * self.pace * self.TOLERANCE
+            self._free_at[slot] = now + self._scaled(route.every_s)
         return None
+
+    def _scaled(self, seconds: float) -> float:
+        scaled = seconds * self.pace
+        return scaled - max(scaled * self.SLACK_SHARE, self.SLACK_S)
 
 
 class Api:
@@ -225,6 +235,8 @@ class Api:
     def _answer(self, route: Route, request: Request, ids: dict[str, int]) -> Reply:
         try:
             return route.handler(request, **ids)
+        except InvalidJson as problem:
+            return Reply(400, {"error": "invalid_request", "msg": str(problem)})
         except search.InvalidArgs as problem:
             return invalid_args(str(problem))
 
@@ -317,16 +329,17 @@ class Api:
     def _show(self, request: Request, id: int) -> Reply:
         faults = self.market.faults
         contract = self.market.contracts.get(id)
-        if contract is not None and contract.show_lag_polls > 0:
+        if contract is None or contract.gone:
+            return Reply(body={"instances": None})
+        if contract.show_lag_polls > 0:
             contract.show_lag_polls -= 1
             return no_such_instance(id)
         if faults.take("show.null") is not None:
             return Reply(body={"instances": None})
         if faults.take("show.empty_list") is not None:
             return Reply(body={"instances": []})
-        if contract is None or self._gone_when_looked_at(contract):
-            return Reply(body={"instances": None})
-        return Reply(body={"instances": self._row(contract)})
+        gone = self._gone_when_looked_at(contract)
+        return Reply(body={"instances": None if gone else self._row(contract)})
 
     def _list_v0(self, request: Request) -> Reply:
         return deprecated("GET /api/v0/instances/ is deprecated. Use GET /api/v1/instances/.")
@@ -335,7 +348,7 @@ class Api:
         faults = self.market.faults
         if faults.take("list.410") is not None:
             return deprecated("This endpoint is deprecated.")
-        if faults.take("list.empty_but_success") is not None:
+        if self.market.alive() and faults.take("list.empty_but_success") is not None:
             return Reply(body=listing([], 0, {}, None))
         if request.query.get("after_token") and faults.take("list.page2_429") is not None:
             return too_frequent(1.0)
@@ -711,9 +724,9 @@ def parse_body(request: Request) -> dict[str, Any]:
     try:
         body = json.loads(request.body or b"{}")
     except ValueError:
-        raise search.InvalidArgs("Invalid json body") from None
+        raise InvalidJson("Invalid json body") from None
     if not isinstance(body, dict):
-        raise search.InvalidArgs("Invalid json body: wanted an object")
+        raise InvalidJson("Invalid json body: wanted an object")
     return body
 
 
@@ -750,7 +763,7 @@ def container_env(env: Any) -> dict[str, str]:
         return {}
     if isinstance(env, str):
         words = shlex.split(env)
-        pairs = [b for a, b in zip(words, words[1:], strict=False) if a == "-e" and "=" in b]
+        pairs = [b for a, b in itertools.pairwise(words) if a == "-e" and "=" in b]
         env = dict(pair.split("=", 1) for pair in pairs)
     if not isinstance(env, dict):
         raise search.InvalidArgs("env: wanted an object or docker flags")

@@ -145,13 +145,14 @@ class Box:
 
     def event_files(self) -> list[Path]:
         """Every events.jsonl under the product's folder, not looking into virtual environments."""
-        found = []
-        for folder, folders, files in os.walk(self.home / "livery"):
-            if "pyvenv.cfg" in files:
-                folders.clear()
-            if "events.jsonl" in files:
-                found.append(Path(folder) / "events.jsonl")
-        return found
+        return [path for path in self._walk("events.jsonl") if path.is_relative_to(self.home / "livery")]
+
+    def break_imports(self) -> None:
+        """Makes the broken module fail also where PYTHONPATH is not read (`python -I`), in every environment so far."""
+        for config in self._walk("pyvenv.cfg"):
+            for packages in config.parent.glob("lib/python*/site-packages"):
+                if not (breaker := packages / "livery_rehearsal_broken.pth").exists():
+                    breaker.write_text(f"import sys; sys.modules[{self.broken_module!r}] = None\n")
 
     def log(self) -> str:
         parts = [self.directory / "log" / name for name in ("onstart.log", "ssh.log")]
@@ -173,6 +174,15 @@ class Box:
         if self.broken_module:
             result["PYTHONPATH"] = str(self.directory / "etc/broken")
         return result
+
+    def _walk(self, name: str) -> list[Path]:
+        found = []
+        for folder, folders, files in os.walk(self.home):
+            if "pyvenv.cfg" in files:
+                folders.clear()
+            if name in files:
+                found.append(Path(folder) / name)
+        return found
 
     def _write_environment(self) -> None:
         etc = self.directory / "etc"
@@ -202,13 +212,14 @@ class Box:
         sftp = next((p for p in SFTP_SERVERS if os.path.exists(p)), "sftp-server")
         say = f"printf '%s\\n' {shlex.quote(self.banner)}" if self.banner else ":"
         return f"""#!/bin/bash
-unset SSH_AUTH_SOCK VIRTUAL_ENV PYTHONPATH
+command=$SSH_ORIGINAL_COMMAND
+unset SSH_AUTH_SOCK VIRTUAL_ENV PYTHONPATH SSH_ORIGINAL_COMMAND
 . {etc}/environment
-cd "$HOME" || exit 97
-case "$SSH_ORIGINAL_COMMAND" in
+cd "$HOME" && unset OLDPWD || exit 97
+case "$command" in
   *sftp-server*|internal-sftp) exec {sftp} ;;
   "") : > {etc}/commands/$$; exec bash -l ;;
-  *) : > {etc}/commands/$$; {say}; exec bash -c "$SSH_ORIGINAL_COMMAND" ;;
+  *) : > {etc}/commands/$$; {say}; exec bash -c "$command" ;;
 esac
 """
 
@@ -221,12 +232,12 @@ esac
         else:
             (etc / "sshd_config").write_text(self._sshd_config())
             serve = f"exec {shlex.quote(server)} -D -e -f {quoted}/sshd_config"
-        # onstart may append to /etc/environment, as on a real box; in a mount namespace of its own it gets a private one.
-        private = "mount --bind {0}/system_environment /etc/environment 2>/dev/null".format(quoted)
+        # onstart may append to /etc/environment, as on a real box: with mounts of its own the box gets a private one.
+        private = f"mount --bind {quoted}/system_environment /etc/environment 2>/dev/null"
         (etc / "system_environment").touch()
         (etc / "init").write_text(
             f"""{f"[ -e /etc/environment ] && {private}" if _isolation() else ":"}
-( . {quoted}/environment; . {quoted}/container_env; cd "$HOME" && exec bash {quoted}/onstart ) \\
+( . {quoted}/environment; . {quoted}/container_env; cd "$HOME" && unset OLDPWD && exec bash {quoted}/onstart ) \\
   </dev/null >>{shlex.quote(str(self.directory / "log/onstart.log"))} 2>&1 &
 {serve}
 """
@@ -237,8 +248,8 @@ esac
         lines = [
             f"Port {self.port}",
             "ListenAddress 127.0.0.1",
-            f"HostKey {etc}/host_key",
-            f"AuthorizedKeysFile {etc}/authorized_keys",
+            f'HostKey "{etc}/host_key"',
+            f'AuthorizedKeysFile "{etc}/authorized_keys"',
             "PidFile none",
             "StrictModes no",
             "UsePAM no",
@@ -247,7 +258,7 @@ esac
             "PermitRootLogin prohibit-password",
             # Without HOME here, sshd's shell would source the developer's own .bashrc before every command.
             f'SetEnv "HOME={self.home}" "{MARKER}={self.directory}"',
-            f"ForceCommand {etc}/shim",
+            f"ForceCommand {shlex.quote(str(etc / 'shim'))}",
             "Subsystem sftp internal-sftp",
             "MaxStartups 50:30:100",
             "MaxSessions 50",

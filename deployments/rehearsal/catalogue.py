@@ -142,7 +142,7 @@ class Offer:
 
 
 def driver_number(version: str) -> int:
-    """"580.95.05" as the market's filterable integer AAABBBCCC, 580095005."""
+    """ "580.95.05" as the market's filterable integer AAABBBCCC, 580095005."""
     parts = [int(p) for p in version.split(".")] + [0, 0]
     return parts[0] * 1_000_000 + parts[1] * 1000 + parts[2]
 

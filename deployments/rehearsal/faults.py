@@ -101,9 +101,13 @@ FAULTS: dict[str, Fault] = {
     "boot.offline_after": _box("The host goes offline this long after running.", float, "s", 5.0),
     "boot.unknown_then_back": _box("One second after running the state is unknown for this long.", float, "s", 5.0),
     "bid.outbid_after": _box("A bid box is outbid, and stops, this long after running.", float, "s", 5.0),
-    "host.reclaim_stop": _box("The host reclaims the GPU, and the box stops, this long after running.", float, "s", 5.0),
+    "host.reclaim_stop": _box(
+        "The host reclaims the GPU, and the box stops, this long after running.", float, "s", 5.0
+    ),
     "price.increase_after": _box("The GPU's price rises by half this long after running.", float, "s", 5.0),
-    "credit.zero": _call("The account has no credit until this is taken back: creates are refused, running boxes are stopped."),
+    "credit.zero": _call(
+        "The account has no credit until this is taken back: creates are refused, running boxes are stopped."
+    ),
     "ssh.refused_for": _box("Both SSH endpoints refuse connections for this long after running.", float, "s", 3.0),
     "ssh.blackhole": _live("Both SSH endpoints accept a connection and never say a word."),
     "ssh.key_missing_for": _box("authorized_keys stays empty for this long after running.", float, "s", 3.0),

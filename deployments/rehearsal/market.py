@@ -11,7 +11,7 @@ import itertools
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from deployments.rehearsal.catalogue import OFFERS, Offer
 from deployments.rehearsal.faults import FAULTS, Armed, FaultBook, FaultValue

@@ -4,6 +4,8 @@ It destroys the instance once the hard end has passed, or when nobody has touche
 runs. Packed into the create call's onstart, so it must stay small, and it runs before anything else is on the box.
 """
 
+from __future__ import annotations
+
 import fcntl
 import glob
 import json
@@ -16,11 +18,11 @@ import urllib.request
 HOME = os.path.expanduser("~/livery")
 
 
-def main(argv):
+def main(argv: list[str]) -> int:
     """HARD_END (epoch seconds) SILENT_S [POLL_S]; returns only when another dead-man already watches, or the box is gone."""
     hard_end, silent_s = float(argv[0]), float(argv[1])
     poll_s = float(argv[2]) if len(argv) > 2 else 30.0
-    lock = open(HOME + "/deadman.lock", "w")
+    lock = open(HOME + "/deadman.lock", "w")  # noqa: SIM115 - held for as long as this process lives
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -33,23 +35,23 @@ def main(argv):
         time.sleep(poll_s)
 
 
-def reason(now, hard_end, alive_at, silent_s, job_runs):
+def reason(now: float, hard_end: float, alive_at: float, silent_s: float, job_runs: bool) -> str:
     """Why the box must end now; empty if it need not."""
     if now > hard_end:
         return "the hard end has passed"
     if now - alive_at > silent_s and not job_runs:
-        return "nobody has asked for this box for %d s and no job runs" % (now - alive_at)
+        return f"nobody has asked for this box for {now - alive_at:.0f} s and no job runs"
     return ""
 
 
-def last_alive(started):
+def last_alive(started: float) -> float:
     try:
         return max(started, os.path.getmtime(HOME + "/alive"))
     except OSError:
         return started
 
 
-def any_job():
+def any_job() -> bool:
     for path in glob.glob(HOME + "/jobs/*/lock"):
         try:
             with open(path, "r+") as lock:
@@ -59,11 +61,11 @@ def any_job():
     return False
 
 
-def destroy(why):
+def destroy(why: str) -> bool:
     """Ask the market to destroy this instance; True once it says that it did, or that there is no such instance."""
     with open(HOME + "/instance.env") as file:
         env = dict(line.rstrip("\n").split("=", 1) for line in file if "=" in line)
-    url = (env.get("VAST_URL") or "https://console.vast.ai") + "/api/v0/instances/%s/" % env["CONTAINER_ID"]
+    url = (env.get("VAST_URL") or "https://console.vast.ai") + f"/api/v0/instances/{env['CONTAINER_ID']}/"
     headers = {"Authorization": "Bearer " + env["CONTAINER_API_KEY"], "Content-Type": "application/json"}
     request = urllib.request.Request(url, b"{}", headers, method="DELETE")
     try:

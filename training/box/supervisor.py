@@ -12,6 +12,7 @@ let a second job start beside the first. Standard library only.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -189,10 +190,8 @@ def _wait(job: Path, seconds: float) -> bool:
 
 
 def _signal(pid: int, number: int) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):  # it ended by itself meanwhile
         os.killpg(pid, number)
-    except ProcessLookupError:
-        pass  # it ended by itself meanwhile
 
 
 def _status(job: Path) -> dict[str, Any]:

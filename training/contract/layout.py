@@ -33,6 +33,11 @@ def flight(flow_run_id: str) -> str:
     return f"flights/{flow_run_id}.json"
 
 
+def alarm(flow_run_id: str) -> str:
+    """A box of this run that may still bill: written when a destroy could not be verified, removed when it could."""
+    return f"alarms/{flow_run_id}.json"
+
+
 def host(machine_id: int) -> str:
     return f"hosts/{machine_id}.json"
 

@@ -215,7 +215,7 @@ class Recipe(Frozen):
     """The run: a second run of the same name goes on from its manifests. Lower case, digits and dashes, at most 40."""
     model: Model
     adapters: Adapters = Adapters()
-    phases: tuple[Phase, ...] = Field(min_length=1)
+    phases: tuple[Phase, ...]
     box: Box
     budget: Budget
     evaluation: Evaluation = Evaluation()
@@ -237,6 +237,8 @@ class Recipe(Frozen):
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         kinds = [phase.kind for phase in self.phases]
+        if not kinds:
+            raise ValueError("phases: want at least one of cpt, sft, dpo, kto, grpo")
         if len(set(kinds)) != len(kinds):
             raise ValueError(f"phases: each kind may appear once, seen {', '.join(kinds)}")
         if (self.trainer == "counting") != (self.box.device == "none"):

@@ -114,7 +114,9 @@ def _arguments(function: Row, where: str) -> str:
         return f"{where}: seen {_shown(arguments)}; want a mapping"
     for name, value in arguments.items():
         if value is None:
-            return f"{where}.{name}: is null; leave an argument that is not given out, or the model learns to write null"
+            return (
+                f"{where}.{name}: is null; leave an argument that is not given out, or the model learns to write null"
+            )
     return ""
 
 

@@ -1,0 +1,51 @@
+"""The end of a run on paper: its flight closed, its receipt written, shown and logged, whatever ended it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tasks import artifacts
+from tasks.errors import MarketError
+from tasks.receipt import table, write_receipt
+from tasks.run import Run
+from training.box.store import StoreError
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def receipt_written(run: Run) -> Iterator[None]:
+    """Write the receipt after the body, which must have given its boxes back. Never hides what the body raised."""
+    try:
+        yield
+    except Exception as error:
+        _settle(run, f"failed: {str(error).splitlines()[0] if str(error) else type(error).__name__}", show=True)
+        raise
+    except BaseException as error:  # a signal or Prefect's Pause: the page may not be spoken to, the bucket may
+        _settle(run, f"interrupted: {type(error).__name__}", show=False)
+        raise
+    else:
+        _settle(run, "completed", show=True)
+
+
+def _settle(run: Run, outcome: str, *, show: bool) -> None:
+    if run.recorder is None:
+        log.info("nothing was rented, so there is nothing to bill")
+        return
+    run.recorder.end_attempt(outcome, wasted=run.watcher is None or run.watcher.view.last_durable_at() is None)
+    run.recorder.end(outcome)
+    try:
+        receipt = write_receipt(run.store, run.market, run.flow_run_id, "flow", now=run.clock())
+    except (MarketError, StoreError) as error:
+        log.error(
+            "the receipt could not be written: %s; write it later with: python -m flows receipt %s",
+            error,
+            run.flow_run_id,
+        )
+        return
+    if receipt is not None:
+        log.info("%s", table(receipt))
+        if show:
+            artifacts.show_receipt(receipt)

@@ -1,0 +1,225 @@
+"""What the flow does with one box, step by step: plain code under the tasks of `tasks/steps.py`."""
+
+from __future__ import annotations
+
+import logging
+
+from tasks import hosts, install, preflight
+from tasks import prefetch as prefetching
+from tasks import rent as renting
+from tasks.destroy import destroy_run, read_intents
+from tasks.domain import Box, Label, RankedOffer
+from tasks.errors import BootFailed, BoxError, DestroyUnverified, OfferGone, Rejected
+from tasks.phase import RUNNER, Watcher
+from tasks.remote.bundle import box_zip, onstart
+from tasks.remote.jobs import EventTail, Jobs
+from tasks.remote.ssh import make_key, wait_for_login
+from tasks.run import Run
+from tasks.stores import private_env
+from training.box.store import StoreError
+from training.contract import layout
+from training.contract.recipe import Assignment
+
+log = logging.getLogger(__name__)
+_PUT_S = 120
+
+
+def rent(run: Run, ranked: RankedOffer, attempt: int) -> Box:
+    """Rent, wait for the first login, send the first things. BoxError if this offer will not do."""
+    offer = ranked.offer
+    label = Label(flow_run_id=run.flow_run_id, attempt=attempt, hard_end=run.hard_end)
+    run.flight.begin_attempt(attempt, label.text, offer)
+    log.info(
+        "attempt %d: offer %d on machine %d, %s, $%.3f an hour",
+        attempt,
+        offer.id,
+        offer.machine_id,
+        offer.gpu_name,
+        offer.dph_total_usd,
+    )
+    with run.flight.span("boot"):
+        began = run.clock()
+        request = renting.RentRequest(
+            recipe=run.recipe,
+            run=run.recipe.name,
+            flow_run_id=run.flow_run_id,
+            attempt=attempt,
+            offer=offer,
+            public_key=make_key(run.key_path),
+            onstart=onstart(hard_end=run.hard_end),
+            hard_end=run.hard_end,
+            hours=run.planned.hours,
+        )
+        try:
+            instance = renting.rent(run.market, run.store, request, run.settings)
+        except OfferGone as error:
+            raise BootFailed(f"{error}; next offer", blame="other") from None
+        except Rejected as error:
+            if error.instance_id is None:
+                raise
+            raise BootFailed(f"{error}; next offer", blame="other") from None
+        run.flight.rented(instance)
+        log.info("box %d is running after %.0f s", instance.id, run.clock() - began)
+        box = Box(
+            instance_id=instance.id,
+            machine_id=offer.machine_id,
+            label=label.text,
+            run=run.recipe.name,
+            flow_run_id=run.flow_run_id,
+            attempt=attempt,
+            ssh_user=run.settings.ssh_user,
+            key_path=str(run.key_path),
+            known_hosts_path=str(run.key_path.parent / f"known-{instance.id}"),
+            dph_usd=instance.dph_total_usd or offer.dph_total_usd,
+            offer=offer,
+            rented_at=began,
+        )
+        wait_for_login(
+            run.open(box, instance.endpoints),
+            deadline=began + run.recipe.box.boot_s,
+            poll_s=min(2.0, run.settings.poll_s),
+        )
+        _send_first_things(run, box)
+    return box
+
+
+def _send_first_things(run: Run, box: Box) -> None:
+    """One zip, one assignment, one private file: all that ever goes to a box besides the wheel."""
+    assignment = Assignment(
+        recipe=run.recipe,
+        run=run.recipe.name,
+        flow_run_id=run.flow_run_id,
+        attempt=box.attempt,
+        bucket=run.settings.bucket,
+        hard_end=run.hard_end,
+        dph_usd=box.dph_usd,
+    )
+    secrets = "".join(f"{name}={value}\n" for name, value in private_env(run.settings).items())
+    run.login.put(box_zip(), layout.BOX_ZIP, timeout_s=_PUT_S)
+    run.login.put(assignment.model_dump_json(indent=1).encode(), layout.BOX_ASSIGNMENT, timeout_s=_PUT_S)
+    run.login.put(secrets.encode(), layout.BOX_PRIVATE_ENV, mode=0o600, timeout_s=_PUT_S)
+    run.login.put(b"", layout.BOX_ALIVE, timeout_s=_PUT_S)
+
+
+def check(run: Run) -> None:
+    with run.flight.span("preflight"):
+        preflight.check_box(run.login, run.recipe)
+
+
+def install_transfer(run: Run) -> None:
+    with run.flight.span("install"):
+        install.install_transfer(run.login, run.recipe, run.settings.state_dir)
+
+
+def check_links(run: Run) -> None:
+    with run.flight.span("preflight links"):
+        preflight.check_links(run.login, run.recipe)
+
+
+def start_prefetch(run: Run) -> None:
+    prefetching.start(run.login, run.token)
+
+
+def install_training(run: Run) -> None:
+    with run.flight.span("install"):
+        install.install_training(run.login, run.recipe, run.settings.state_dir)
+
+
+def check_device(run: Run) -> None:
+    with run.flight.span("preflight device"):
+        preflight.check_device(run.login, run.recipe)
+
+
+def prefetch(run: Run) -> None:
+    with run.flight.span("prefetch"):
+        prefetching.watch(run.login, run.recipe)
+
+
+def start_runner(run: Run) -> None:
+    """One runner for all phases that are left. The token makes a second start of it impossible."""
+    assert run.box is not None
+    python = f"~/{layout.BOX_TRAIN_VENV}/bin/python"
+    jobs = Jobs(run.login)
+    jobs.start(
+        RUNNER,
+        run.token,
+        [python, "-m", "training.runner", "--assignment", f"~/{layout.BOX_ASSIGNMENT}"],
+        f"~/{layout.BOX_PRIVATE_ENV}",
+    )
+    run.watcher = Watcher(
+        run.box,
+        jobs,
+        EventTail(run.login, clock=run.clock),
+        run.market.show,
+        run.recipe.budget,
+        spent_usd=run.flight.spent_usd,
+        deadline=run.deadline,
+        poll_s=run.settings.poll_s,
+        clock=run.clock,
+    )
+    log.info(
+        "box %d: the runner has started; phases left: %s",
+        run.box.instance_id,
+        ", ".join(run.phases_left()) or "none, export only",
+    )
+
+
+def give_back(run: Run, error: BoxError) -> None:
+    """Save what the box can still tell, destroy it, remember the machine. DestroyUnverified if it may still bill: then nothing more is rented."""
+    log.warning("attempt %d given back: %s", run.attempts, error)
+    durable_at = run.watcher.view.last_durable_at() if run.watcher else None
+    keep_events(run)
+    _recall_instance(run)
+    run.flight.wasted_since(durable_at)
+    run.flight.end_attempt(str(error).splitlines()[0], wasted=durable_at is None)
+    machine_id = run.flight.flight.attempts[-1].machine_id
+    run.close()
+    result = destroy_run(run.market, run.flow_run_id, store=run.store)
+    if not result.clean:
+        raise DestroyUnverified(
+            f"box {list(result.unverified)} may still bill: {result.reason}; no other is rented beside it"
+        ) from error
+    if error.blame == "host":
+        _remember(run, machine_id, str(error).splitlines()[0])
+    run.refresh()
+
+
+def keep_events(run: Run) -> None:
+    """The box's events, copied to the bucket while the box still answers."""
+    if run.box is None or run.remote is None:
+        return
+    answer = run.remote.run(f"cat {layout.BOX_EVENTS}", timeout_s=20)
+    if answer.code != 0:
+        log.warning(
+            "box %d: its events could not be kept: %s",
+            run.box.instance_id,
+            answer.err.decode(errors="replace").strip() or "no answer",
+        )
+        return
+    try:
+        run.store.put_bytes(
+            layout.events(run.recipe.name, run.flow_run_id, run.box.attempt),
+            answer.out,
+            content_type="application/x-ndjson",
+        )
+    except StoreError as error:
+        log.warning("box %d: its events are not in the bucket: %s", run.box.instance_id, error)
+
+
+def _recall_instance(run: Run) -> None:
+    """A box that failed before it ran is known by its intent only; the receipt needs its id."""
+    last = run.flight.flight.attempts[-1]
+    if last.instance_id is None:
+        try:
+            for intent in read_intents(run.store, run.flow_run_id):
+                if intent.attempt == last.attempt and intent.instance_id is not None:
+                    run.flight.known(intent.instance_id)
+        except StoreError as error:
+            log.warning("attempt %d: its intent cannot be read: %s", last.attempt, error)
+
+
+def _remember(run: Run, machine_id: int, reason: str) -> None:
+    try:
+        hosts.remember(run.store, machine_id, reason, now=run.clock())
+    except StoreError as error:
+        log.warning("machine %d is not remembered: %s", machine_id, error)

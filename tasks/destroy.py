@@ -1,0 +1,260 @@
+"""Giving boxes back. "Gone" is said only of a box that two complete, authenticated listings do not show and that nobody finds by its id.
+
+Everything is found by the label in the market's own list, so a caller needs no memory of what was rented. A bad key answers 404 here,
+a listing may be short or empty for a moment, and a DELETE may answer 200 and do nothing: none of these is taken for success.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pydantic import ValidationError
+
+from tasks.domain import Destruction, Intent, Label, Listing
+from tasks.errors import LiveryError, MarketError
+from tasks.lease import read_lease
+from tasks.market import open_market
+from tasks.market.protocol import Market
+from tasks.settings import read_settings
+from tasks.stores import open_store
+from training.box.store import Store, StoreError
+from training.contract import layout
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+DEADLINE_S = 900.0
+HURRY_S = 15.0
+PROOFS = 2
+_LONGEST_PAUSE_S = 15.0
+
+
+def destroy_run(
+    market: Market,
+    flow_run_id: str,
+    *,
+    deadline_s: float = DEADLINE_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+    store: Store | None = None,
+    also: Collection[int] = (),
+    poll_s: float = 3.0,
+) -> Destruction:
+    """Destroy every box whose label names this flow run, and those of `also`, and prove it; tried again until the deadline.
+
+    Raises nothing of the market's: what could not be verified is in `unverified` and `reason`. With a store the intents of the run
+    are closed, or an alarm is written.
+    """
+    hunt = _Hunt(market, lambda listing: _labelled(listing, flow_run_id), set(also), deadline_s, poll_s, clock, sleep)
+    result = hunt.run(flow_run_id)
+    if store is not None:
+        _write_down(store, result, whole_run=True)
+    return result
+
+
+def destroy_boxes(
+    market: Market,
+    flow_run_id: str,
+    instance_ids: Collection[int],
+    *,
+    deadline_s: float = DEADLINE_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+    store: Store | None = None,
+    poll_s: float = 3.0,
+) -> Destruction:
+    """Destroy these boxes only, with the same proof."""
+    result = _Hunt(market, lambda listing: set(), set(instance_ids), deadline_s, poll_s, clock, sleep).run(flow_run_id)
+    if store is not None:
+        _write_down(store, result, whole_run=False)
+    return result
+
+
+def destroy_in_a_hurry(flow_run_id: str) -> Destruction:
+    """`destroy_run` with nothing but the environment and at most 15 seconds of checks, for hooks and guards. Raises nothing of ours.
+
+    A box that is held for debugging is kept. What is not verified in time is written down for the reaper.
+    """
+    try:
+        settings = read_settings()
+        store = open_store(settings)
+        held_until = _in_time(lambda: _hold_of(store, flow_run_id), None)
+        if held_until is not None and held_until > time.time():
+            return Destruction(flow_run_id=flow_run_id, kept_until=held_until)
+        nothing: set[int] = set()
+        known = _in_time(lambda: _known_ids(store, flow_run_id), nothing)
+        market = open_market(settings, budget_s=HURRY_S)
+        result = destroy_run(market, flow_run_id, deadline_s=HURRY_S, also=known, poll_s=1.0)
+    except LiveryError as error:
+        result = Destruction(flow_run_id=flow_run_id, reason=str(error))
+        log.error("boxes of flow run %s may still bill: %s", flow_run_id, error)
+        return result
+    _in_time(lambda: _write_down(store, result, whole_run=True), None)
+    return result
+
+
+@dataclass
+class _Hunt:
+    """One pursuit of some boxes until they are proved gone or the time is up."""
+
+    market: Market
+    targets: Callable[[Listing], set[int]]
+    known: set[int]
+    deadline_s: float
+    poll_s: float
+    clock: Callable[[], float]
+    sleep: Callable[[float], None]
+    problem: str = ""
+
+    def run(self, flow_run_id: str) -> Destruction:
+        end = self.clock() + self.deadline_s
+        proofs, pause = 0, self.poll_s
+        while True:
+            proofs = proofs + 1 if self._seen_gone() else 0
+            if proofs >= PROOFS:
+                return Destruction(flow_run_id=flow_run_id, gone=tuple(sorted(self.known)))
+            left = end - self.clock()
+            if left <= 0:
+                return self._given_up(flow_run_id)
+            # Between two proofs a short pause is enough; a market that refuses is left alone for longer each time.
+            self.sleep(min(left, self.poll_s / 3 if proofs else pause))
+            pause = min(_LONGEST_PAUSE_S, pause * 1.5) if not proofs else pause
+
+    def _seen_gone(self) -> bool:
+        """One look: whatever is still there is asked to go, and True means that this look found nothing at all."""
+        try:
+            listing = self.market.list_all()
+        except MarketError as error:
+            self.problem = f"the boxes cannot be listed: {error}"
+            # Known boxes are asked to go even blind; only calling them gone needs eyes.
+            self._ask(self.known)
+            return False
+        present = self.targets(listing) | (self.known & _ids(listing))
+        self.known |= present
+        self._ask(present)
+        blind = _blind_spot(listing)
+        if present:
+            self.problem = blind or self.problem
+            return False
+        self.problem = blind
+        return not blind and self._nowhere_by_id()
+
+    def _ask(self, ids: Collection[int]) -> None:
+        for instance_id in sorted(ids):
+            try:
+                self.market.destroy(instance_id)
+                self.problem = f"box {instance_id} is still listed after its DELETE was accepted"
+            except MarketError as error:
+                self.problem = f"box {instance_id}: {error}"
+                log.warning("%s", self.problem)
+
+    def _nowhere_by_id(self) -> bool:
+        for instance_id in sorted(self.known):
+            try:
+                if self.market.show(instance_id) is None:
+                    continue
+                self._ask({instance_id})
+            except MarketError as error:
+                self.problem = f"box {instance_id} cannot be looked up: {error}"
+            return False
+        return True
+
+    def _given_up(self, flow_run_id: str) -> Destruction:
+        reason = self.problem or "the time was up before a second listing could confirm it"
+        log.error(
+            "DESTROY UNVERIFIED, flow run %s: boxes %s may still bill: %s; look at the market's console, "
+            "the reaper tries again",
+            flow_run_id,
+            ", ".join(map(str, sorted(self.known))) or "unknown",
+            reason,
+        )
+        return Destruction(flow_run_id=flow_run_id, unverified=tuple(sorted(self.known)), reason=reason)
+
+
+def _labelled(listing: Listing, flow_run_id: str) -> set[int]:
+    """Ids of this run's boxes, rows that could not be read in full among them."""
+    ours = {box.id for box in listing.of_run(flow_run_id)}
+    for row in listing.unparsed:
+        label = Label.parse(row.label)
+        if row.id is not None and label and label.flow_run_id == flow_run_id:
+            ours.add(row.id)
+    return ours
+
+
+def _ids(listing: Listing) -> set[int]:
+    return {box.id for box in listing.instances} | {row.id for row in listing.unparsed if row.id is not None}
+
+
+def _blind_spot(listing: Listing) -> str:
+    """Why absence from this listing proves nothing; empty if it does."""
+    if not listing.complete:
+        return f"the listing is incomplete: {listing.problem}"
+    nameless = [row for row in listing.unparsed if row.id is None or row.label is None]
+    return f"{len(nameless)} rows of the listing cannot be told apart: {nameless[0].problem}" if nameless else ""
+
+
+def read_intents(store: Store, flow_run_id: str) -> list[Intent]:
+    """The run's intents in the order of its attempts. StoreError; an object that is no intent is said and skipped."""
+    found: list[Intent] = []
+    for item in store.list(f"intents/{flow_run_id}/"):
+        try:
+            found.append(Intent.model_validate_json(store.get_bytes(item.key) or b""))
+        except ValidationError:
+            log.warning("%s is not an intent and is ignored", item.key)
+    return found
+
+
+def _write_down(store: Store, result: Destruction, *, whole_run: bool) -> None:
+    """Close the intents of what is gone, or leave an alarm. A bucket that does not answer must not undo a destroy that worked."""
+    try:
+        if result.clean:
+            for intent in read_intents(store, result.flow_run_id):
+                if intent.state != "refused" and (whole_run or intent.instance_id in result.gone):
+                    closed = intent.model_copy(update={"state": "destroyed"})
+                    store.put_bytes(
+                        layout.intent(intent.flow_run_id, intent.attempt), closed.model_dump_json().encode()
+                    )
+            store.delete(layout.alarm(result.flow_run_id))
+            return
+        alarm = {
+            "what": "destroy_unverified",
+            "flow_run_id": result.flow_run_id,
+            "instances": result.unverified,
+            "reason": result.reason,
+            "at": time.time(),
+            "do": "look at the market's console; the reaper tries again at its next sweep",
+        }
+        store.put_bytes(layout.alarm(result.flow_run_id), json.dumps(alarm, indent=1).encode())
+    except StoreError as error:
+        log.error("the destroy of flow run %s is not written down: %s", result.flow_run_id, error)
+
+
+def _hold_of(store: Store, flow_run_id: str) -> float | None:
+    lease = read_lease(store, flow_run_id)
+    return lease.hold_until if lease else None
+
+
+def _known_ids(store: Store, flow_run_id: str) -> set[int]:
+    return {intent.instance_id for intent in read_intents(store, flow_run_id) if intent.instance_id is not None}
+
+
+def _in_time(read: Callable[[], T], otherwise: T, limit_s: float = 4.0) -> T:
+    """What the bucket says within the limit. In a hurry an unreadable bucket is no reason to wait, nor to keep a box."""
+    answer = [otherwise]
+
+    def ask() -> None:
+        try:
+            answer[0] = read()
+        except StoreError as error:
+            log.warning("bucket not used: %s", error)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    return answer[0]

@@ -1,0 +1,98 @@
+"""The live lease of a run: an object in the bucket, renewed by a thread of the flow while it lives.
+
+Only who renews it is alive, whatever any database says of the run; the reaper destroys the boxes of a lease that has run out.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from pydantic import ValidationError
+
+from tasks.domain import Lease
+from tasks.rules.reaping import LeaseSeen
+from training.box.store import Store, StoreError
+from training.contract import layout
+
+log = logging.getLogger(__name__)
+
+
+def write_lease(store: Store, lease: Lease) -> None:
+    store.put_bytes(layout.lease(lease.flow_run_id), lease.model_dump_json().encode())
+
+
+def read_lease(store: Store, flow_run_id: str) -> Lease | None:
+    """None only if the bucket says that there is none; StoreError if it does not answer or holds something else."""
+    data = store.get_bytes(layout.lease(flow_run_id))
+    if data is None:
+        return None
+    try:
+        return Lease.model_validate_json(data)
+    except ValidationError:
+        raise StoreError(f"{layout.lease(flow_run_id)} is not a lease") from None
+
+
+def look_for_lease(store: Store, flow_run_id: str) -> LeaseSeen:
+    """The lease, its absence, or why neither is known."""
+    try:
+        return LeaseSeen(read_lease(store, flow_run_id))
+    except StoreError as error:
+        return LeaseSeen(problem=str(error))
+
+
+def hold(store: Store, flow_run_id: str, run: str, *, now: float, until: float) -> None:
+    """Keep the run's box for debugging until then; the reaper destroys it afterwards. StoreError if that cannot be promised."""
+    write_lease(store, Lease(flow_run_id=flow_run_id, run=run, renewed_at=now, expires_at=now, hold_until=until))
+
+
+class LeaseThread:
+    """Renews the lease until it is stopped. `on_renew` tells the box as well, for its dead-man switch."""
+
+    def __init__(
+        self,
+        store: Store,
+        flow_run_id: str,
+        run: str,
+        *,
+        lease_s: float,
+        renew_s: float,
+        on_renew: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store, self._flow_run_id, self._run = store, flow_run_id, run
+        self._lease_s, self._renew_s = lease_s, renew_s
+        self._on_renew, self._clock = on_renew, clock
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._loop, name="lease", daemon=True)
+
+    def start(self) -> None:
+        """Write the first lease, then renew in the background. StoreError if not even the first can be written: then nothing may be rented."""
+        self.renew()
+        self._thread.start()
+
+    def renew(self) -> None:
+        now = self._clock()
+        write_lease(
+            self._store,
+            Lease(flow_run_id=self._flow_run_id, run=self._run, renewed_at=now, expires_at=now + self._lease_s),
+        )
+
+    def stop(self) -> None:
+        """No renewal begins after this returns. A renewal stuck in a dead network is left behind: it is a daemon."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join(timeout=5)
+
+    def _loop(self) -> None:
+        while not self._stop.wait(self._renew_s):
+            try:
+                self.renew()
+            except StoreError as error:
+                log.warning("lease not renewed, tried again in %.0f s: %s", self._renew_s, error)
+            try:
+                self._on_renew()
+            except Exception as error:  # noqa: BLE001 - protects the lease from whatever reaching the box may raise
+                log.warning("the box was not told that the run lives: %s: %s", type(error).__name__, error)

@@ -1,0 +1,87 @@
+"""Is it still getting somewhere? Transfers by budget, stall and projected finish; the runner by its silence. No clock, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Bytes acknowledged by the other side (or on disk) at a moment."""
+
+    at: float
+    done_bytes: int
+
+
+@dataclass(frozen=True)
+class TransferVerdict:
+    state: Literal["ok", "stalled", "too slow", "over budget"]
+    sentence: str
+    mbps: float
+
+
+def judge_transfer(
+    what: str,
+    samples: Sequence[Sample],
+    total_bytes: int,
+    *,
+    started_at: float,
+    now: float,
+    budget_s: float,
+    stall_s: float,
+) -> TransferVerdict:
+    """Judge a transfer by its samples, oldest first.
+
+    Too slow means that at the rate of the last `patience_s` seconds it would not end within the budget. Waiting for the budget
+    to run out instead would pay for a box whose end is already known; judging by one short dip would lose a good one.
+    """
+    done = samples[-1].done_bytes if samples else 0
+    if done >= total_bytes:
+        return TransferVerdict("ok", f"{what}: {_gb(total_bytes)} done", 0.0)
+    patience = patience_s(budget_s)
+    mbps = _recent_mbps(samples, started_at, now, patience)
+    seen = f"{what}: {_gb(done)} of {_gb(total_bytes)} after {now - started_at:.0f} s at {mbps:.1f} Mbps"
+    if now - started_at > budget_s:
+        return TransferVerdict("over budget", f"{seen}, budget {budget_s:.0f} s", mbps)
+    still_s = now - _last_growth(samples, started_at)
+    if still_s > stall_s:
+        return TransferVerdict("stalled", f"{seen}; no byte for {still_s:.0f} s, at most {stall_s:.0f}", mbps)
+    remaining_s = budget_s - (now - started_at)
+    needed_s = (total_bytes - done) * 8 / (mbps * 1e6) if mbps > 0 else float("inf")
+    if now - started_at >= patience and needed_s > remaining_s:
+        wanted = (total_bytes - done) * 8 / 1e6 / remaining_s if remaining_s > 0 else float("inf")
+        return TransferVerdict("too slow", f"{seen}; {wanted:.1f} Mbps are needed for {budget_s:.0f} s in all", mbps)
+    return TransferVerdict("ok", seen, mbps)
+
+
+def patience_s(budget_s: float) -> float:
+    """How long a rate is watched before it is believed."""
+    return min(120.0, budget_s / 5)
+
+
+def runner_silent(last_event_at: float, now: float, silent_s: float) -> str | None:
+    """The sentence if the runner has said nothing for too long, else None. It has a heartbeat, so a long step is no silence."""
+    silence = now - last_event_at
+    return None if silence <= silent_s else f"no event from the runner for {silence:.0f} s, at most {silent_s:.0f}"
+
+
+def _recent_mbps(samples: Sequence[Sample], started_at: float, now: float, window_s: float) -> float:
+    since = max(started_at, now - window_s)
+    before = [sample for sample in samples if sample.at <= since]
+    base = before[-1].done_bytes if before else 0
+    done = samples[-1].done_bytes if samples else 0
+    return max(0, done - base) * 8 / 1e6 / (now - since) if now > since else 0.0
+
+
+def _last_growth(samples: Sequence[Sample], started_at: float) -> float:
+    grown_at, done = started_at, 0
+    for sample in samples:
+        if sample.done_bytes > done:
+            grown_at, done = sample.at, sample.done_bytes
+    return grown_at
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 10_000_000 else f"{count / 1e6:.2f} MB"

@@ -1,0 +1,242 @@
+"""The steps of a run as Prefect tasks: name, retries and timeout here, one call down to the plain code that does the work.
+
+A task is called directly, never submitted: only then do timeouts and signals reach it. Nothing is cached, since the bucket is the truth.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from prefect import runtime, task
+from prefect.cache_policies import NO_CACHE
+from prefect.client.schemas.objects import TaskRun
+from prefect.states import State
+
+from tasks import artifacts, billing, boxes, hosts, offers
+from tasks.data import prepare_data
+from tasks.destroy import destroy_run
+from tasks.domain import Box, Destruction, RankedOffer
+from tasks.errors import BoxError, LiveryError, UserError
+from tasks.guard import box_guard
+from tasks.log import guard_secrets
+from tasks.market import open_market
+from tasks.receipt import dollars
+from tasks.recipes import find_recipe, load_recipe
+from tasks.run import Run
+from tasks.settings import settings
+from tasks.stores import checked_store
+from tasks.upload import UplinkWatch
+
+log = logging.getLogger(__name__)
+_MINUTE, _HOUR = 60, 3600
+
+
+def _unforeseen(failed: Any, run: TaskRun, state: State[Any]) -> bool:
+    """Retry only what has no name: our own errors say what to do next, and doing the same again is never it."""
+    try:
+        state.result()
+    except LiveryError:
+        return False
+    except Exception:  # noqa: BLE001 - anything else is the network's or a library's, and one more try is cheap
+        return True
+    return False
+
+
+_PLAIN: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
+_RETRIED: dict[str, Any] = {**_PLAIN, "retries": 2, "retry_delay_seconds": [2, 10], "retry_condition_fn": _unforeseen}
+
+
+@task(name="prepare", timeout_seconds=_HOUR, **_RETRIED)
+def prepare(recipe: str, overrides: Mapping[str, Any]) -> Run:
+    """Everything that can be wrong for free: settings, recipe, bucket, data, market key. Nothing is rented."""
+    current = settings()
+    guard_secrets(current)
+    wanted = load_recipe(recipe, overrides)
+    if wanted.budget.max_hours > current.max_age_hours:
+        raise UserError(
+            f"budget.max_hours: {wanted.budget.max_hours:g} is more than the reaper lets a box live (LIVERY_MAX_AGE_HOURS={current.max_age_hours:g}); raise that or lower this"
+        )
+    store = checked_store(current)
+    resolved, digests = prepare_data(wanted, store, find_recipe(recipe).parent)
+    market = open_market(current)
+    log.info("run '%s' in bucket %s, market account %s", resolved.name, current.bucket, market.account_id())
+    return Run(resolved, digests, str(runtime.flow_run.id), market, store, current)
+
+
+@task(name="plan", timeout_seconds=10 * _MINUTE, **_RETRIED)
+def plan(run: Run) -> None:
+    """What it will take, and the offers that fit; shown before anything is rented."""
+    bad = hosts.bad_machines(run.store, now=run.clock())
+    planned = offers.plan_run(run.recipe, run.market, done=run.phases_done(), bad_machines=bad, tried=run.tried)
+    artifacts.show_plan(planned)
+    log.info(
+        "plan: phases %s, about %.2f h (%s), %d of %d offers fit, the best takes %s for the run, at most %s may be spent",
+        ", ".join(run.phases_left()) or "none left",
+        planned.hours,
+        planned.hours_from,
+        len(planned.offers),
+        planned.found,
+        dollars(planned.run_usd),
+        dollars(planned.max_usd),
+    )
+    run.take_off(planned)
+
+
+def rent_fit_box(run: Run) -> Box:
+    """The next offers in turn, until a box passes every check. One that fails is destroyed and its machine remembered."""
+    while True:
+        offer = run.next_offer()
+        try:
+            box = rent(run, offer, run.attempts)
+            check_box(run, box)
+            install_transfer(run, box)
+            check_links(run, box)
+            boxes.start_prefetch(run)
+            install_training(run, box)
+            check_device(run, box)
+            prefetch(run, box)
+            boxes.start_runner(run)
+        except BoxError as error:
+            give_back(run, error)
+        else:
+            return box
+
+
+@contextmanager
+def replaced_if_lost(run: Run, box: Box) -> Iterator[None]:
+    """A box lost on the way is given back and the caller's loop rents another; what it made durable stays."""
+    try:
+        yield
+    except BoxError as error:
+        give_back(run, error)
+    else:
+        run.flight.end_attempt("done", wasted=False)
+
+
+@task(
+    name="rent",
+    task_run_name="rent {offer.offer.gpu_name} machine {offer.offer.machine_id}",
+    timeout_seconds=2 * _HOUR,
+    **_PLAIN,
+)
+def rent(run: Run, offer: RankedOffer, attempt: int) -> Box:
+    """Intent, create once, boot, log in. Not retried: the next offer is."""
+    return boxes.rent(run, offer, attempt)
+
+
+@task(name="check box", timeout_seconds=10 * _MINUTE, **_RETRIED)
+def check_box(run: Run, box: Box) -> None:
+    """Preflight A at the first login: card, driver, memory, disk, pids, clock."""
+    boxes.check(run)
+
+
+@task(name="install transfer", timeout_seconds=_HOUR, **_RETRIED)
+def install_transfer(run: Run, box: Box) -> None:
+    """The small environment that moves files, so that the model is on its way while the large one installs."""
+    boxes.install_transfer(run)
+
+
+@task(name="check links", timeout_seconds=10 * _MINUTE, **_RETRIED)
+def check_links(run: Run, box: Box) -> None:
+    """Up- and downlink measured to the real bucket: advertised numbers are to a server next door."""
+    boxes.check_links(run)
+
+
+@task(name="install training", timeout_seconds=2 * _HOUR, **_RETRIED)
+def install_training(run: Run, box: Box) -> None:
+    """The pinned training packages, proved by an import probe that answers with our nonce."""
+    boxes.install_training(run)
+
+
+@task(name="check device", timeout_seconds=20 * _MINUTE, **_RETRIED)
+def check_device(run: Run, box: Box) -> None:
+    """Preflight B in the installed environment: the card really computes."""
+    boxes.check_device(run)
+
+
+@task(name="prefetch", timeout_seconds=12 * _HOUR, **_RETRIED)
+def prefetch(run: Run, box: Box) -> None:
+    """The base model and the data, within the recipe's bandwidth budget."""
+    boxes.prefetch(run)
+
+
+@task(name="phase", task_run_name="phase {phase}", timeout_seconds=72 * _HOUR, **_RETRIED)
+def train(run: Run, box: Box, phase: str) -> None:
+    """Watch one phase of the box's runner until its training ends. A retry re-attaches; it never starts a second runner."""
+    with run.flight.span(f"phase {phase}"):
+        run.watch(lambda view: view.phase(phase).end is not None or phase in view.done_before)
+    view = run.view.phase(phase)
+    log.info("phase %s trained: %s", phase, view.sentence)
+
+
+@task(name="upload", task_run_name="upload {phase}", timeout_seconds=12 * _HOUR, **_RETRIED)
+def upload(run: Run, box: Box, phase: str) -> None:
+    """Watch the uplink until the phase's last manifest is in the bucket."""
+    with run.flight.span(f"upload {phase}"):
+        run.watch(
+            lambda view: view.phase(phase).durable_complete or phase in view.done_before,
+            UplinkWatch(phase, run.recipe.budget, run.clock),
+        )
+    run.refresh()
+    artifacts.show_phases(artifacts.phase_rows(run.recipe, run.view, run.manifests))
+
+
+@task(name="evaluate", timeout_seconds=12 * _HOUR, **_RETRIED)
+def evaluate(run: Run, box: Box) -> None:
+    """The adapter's score on the held-out rows, if the recipe has any."""
+    if run.recipe.evaluation.data:
+        with run.flight.span("evaluate"):
+            run.watch(
+                lambda view: any(event.when == "adapter" for event in view.evaluated) or view.exported is not None
+            )
+
+
+@task(name="export", timeout_seconds=12 * _HOUR, **_RETRIED)
+def export(run: Run, box: Box) -> None:
+    """Wait until the adapter lies in the bucket as stock PEFT loads it."""
+    with run.flight.span("export"):
+        run.watch(lambda view: view.exported is not None and view.end is not None and view.end.complete)
+    run.exported = True
+    run.progress(run.view, now=True)
+    boxes.keep_events(run)
+    artifacts.show_adapter(run.adapter_uri)
+    log.info("adapter: %s", run.adapter_uri)
+
+
+@task(
+    name="destroy",
+    tags=["teardown"],
+    retries=4,
+    retry_delay_seconds=[1, 2, 4, 8],
+    timeout_seconds=20 * _MINUTE,
+    **_PLAIN,
+)
+def destroy(run: Run) -> Destruction:
+    """Destroy every box of this flow run and prove it by complete listings."""
+    run.close()
+    return destroy_run(run.market, run.flow_run_id, store=run.store)
+
+
+@task(name="give back", tags=["teardown"], timeout_seconds=20 * _MINUTE, **_PLAIN)
+def give_back(run: Run, error: BoxError) -> None:
+    """A box that will not do: save its story, destroy it, remember the machine if it is to blame."""
+    boxes.give_back(run, error)
+
+
+@contextmanager
+def always_destroyed_and_billed(run: Run, *, keep: bool) -> Iterator[None]:
+    """Whatever happens inside: boxes destroyed first, then the receipt, written even if Prefect no longer answers."""
+    current = run.settings.model_copy(update={"keep_box": keep or run.settings.keep_box})
+    guard = box_guard(
+        run.flow_run_id,
+        run.recipe.name,
+        destroy=lambda flow_run_id: destroy(run),
+        store=run.store,
+        settings=current,
+        on_renew=run.tell_alive,
+    )
+    with billing.receipt_written(run), guard:
+        yield

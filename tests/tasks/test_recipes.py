@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tasks.errors import UserError
+from tasks.recipes import load_recipe, shipped
+
+
+@pytest.mark.parametrize("name", sorted(shipped()))
+def test_every_shipped_recipe_is_read_and_named_as_its_file(name: str) -> None:
+    assert load_recipe(name).name == name
+
+
+def test_the_three_recipes_are_shipped() -> None:
+    assert {"qwen3.6-35b-a3b", "qwen3-235b-a22b-qlora", "tiny-moe"} <= set(shipped())
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(UserError, match="did you mean 'tiny-moe'"):
+        load_recipe("tiny-mo")
+
+
+def test_a_yaml_mistake_names_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("name: x\nmodel: [1,\n")
+    with pytest.raises(UserError, match=r"mine.yaml line \d+: not YAML"):
+        load_recipe(str(path))
+
+
+def test_what_people_override_is_flat_and_leaves_the_rest_alone() -> None:
+    plain = load_recipe("tiny-moe")
+    recipe = load_recipe(
+        "tiny-moe", {"run_name": "other", "max_usd": 0.5, "max_steps": 3, "phases": ["sft", "grpo"], "tier": None}
+    )
+    assert (recipe.name, recipe.budget.max_usd, recipe.phase_kinds) == ("other", 0.5, ("sft", "grpo"))
+    assert all(phase.steps <= 3 for phase in recipe.phases)
+    assert recipe.phase("sft").learning_rate == plain.phase("sft").learning_rate
+    assert recipe.budget.attempts == plain.budget.attempts
+
+
+def test_an_override_of_a_phase_the_recipe_lacks_is_refused() -> None:
+    with pytest.raises(UserError, match="no phase 'rlhf'"):
+        load_recipe("tiny-moe", {"phases": ["rlhf"]})

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+
+from tasks.errors import UserError
+from tasks.settings import Settings, read_settings
+
+ROOT = Path(__file__).parents[2]
+NEEDED = {
+    "LIVERY_MARKET_API_KEY": "market-secret-1",
+    "LIVERY_BUCKET": "b",
+    "LIVERY_S3_ACCESS_KEY_ID": "id",
+    "LIVERY_S3_SECRET_ACCESS_KEY": "bucket-secret-2",
+    "LIVERY_BOX_S3_ACCESS_KEY_ID": "id2",
+    "LIVERY_BOX_S3_SECRET_ACCESS_KEY": "box-secret-3",
+}
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    monkeypatch.chdir(tmp_path)
+    for name in list(__import__("os").environ):
+        if name.startswith("LIVERY_"):
+            monkeypatch.delenv(name)
+    for name, value in NEEDED.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+@pytest.mark.parametrize("value", ["0", "false", "no", "off", "", "False", "NO"])
+def test_a_keep_flag_that_says_no_destroys(environment: pytest.MonkeyPatch, value: str) -> None:
+    environment.setenv("LIVERY_KEEP_BOX", value)
+    assert read_settings().keep_box is False
+
+
+@pytest.mark.parametrize("value", ["1", "true", "yes", "on", "True"])
+def test_only_a_true_value_keeps(environment: pytest.MonkeyPatch, value: str) -> None:
+    environment.setenv("LIVERY_KEEP_BOX", value)
+    assert read_settings().keep_box is True
+
+
+def test_a_flag_that_says_neither_is_an_error_and_not_a_yes(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("LIVERY_KEEP_BOX", "maybe")
+    with pytest.raises(UserError, match="LIVERY_KEEP_BOX"):
+        read_settings()
+
+
+def test_each_missing_setting_is_named_and_no_secret_is_shown(environment: pytest.MonkeyPatch) -> None:
+    environment.delenv("LIVERY_BUCKET")
+    environment.setenv("LIVERY_MARKET_URL", "http://example.com")
+    with pytest.raises(UserError) as caught:
+        read_settings()
+    assert "LIVERY_BUCKET: is not set" in str(caught.value)
+    assert "LIVERY_MARKET_URL: want https://" in str(caught.value)
+    assert "secret" not in str(caught.value)
+
+
+def test_secrets_do_not_show_when_printed(environment: pytest.MonkeyPatch) -> None:
+    assert not re.search("market-secret-1|bucket-secret-2|box-secret-3", repr(read_settings()))
+
+
+def test_every_setting_is_described_in_the_example_with_its_default_and_nothing_else_is() -> None:
+    text = (ROOT / ".env.example").read_text()
+    described = dict(re.findall(r"^LIVERY_([A-Z0-9_]+)=(.*)$", text, re.M))
+    assert {name.lower() for name in described} == set(Settings.model_fields)
+    for name, value in described.items():
+        default = Settings.model_fields[name.lower()].default
+        if value and not isinstance(default, bool):
+            same = float(default) == float(value) if isinstance(default, (int, float)) else str(default) == value
+            assert same, name
+
+
+def test_every_setting_in_the_example_has_its_meaning_above_it() -> None:
+    lines = (ROOT / ".env.example").read_text().splitlines()
+    bare = [
+        line
+        for above, line in itertools.pairwise(lines)
+        if line.startswith("LIVERY_") and not above.startswith(("#", "LIVERY_"))
+    ]
+    assert not bare

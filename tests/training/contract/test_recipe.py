@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from training.contract.recipe import RecipeError, parse_recipe
+
+GOOD: dict[str, Any] = {
+    "name": "tools-35b",
+    "model": {"source": "bucket:models/tiny", "family": "qwen3_5_moe", "size_gb": 1},
+    "phases": [{"kind": "sft", "data": "bucket:datasets/sft.jsonl", "steps": 10, "learning_rate": 1e-4}],
+    "box": {"tier": "rtxpro6000"},
+    "budget": {"max_usd": 20},
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    data = copy.deepcopy(GOOD)
+    inner: Any = data
+    *parts, last = path.split(".")
+    for part in parts:
+        inner = inner[int(part)] if part.isdigit() else inner.setdefault(part, {})
+    inner[int(last) if last.isdigit() else last] = value
+    return data
+
+
+def test_a_good_recipe_is_read_with_its_defaults() -> None:
+    recipe = parse_recipe(GOOD)
+    assert recipe.box.max_dph_usd == 1.30
+    assert recipe.phase("sft").router_aux_loss == 0.0
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("phasess", [], ["phasess", "did you mean 'phases'"]),
+        ("box.tire", "h200", ["box", "tire", "did you mean 'tier'"]),
+        ("phases.0.learning_rat", 1, ["phases.0.sft", "did you mean 'learning_rate'"]),
+        ("box.tier", "h100", ["box.tier", "rtxpro6000", "seen: 'h100'"]),
+        ("budget.max_usd", "lots", ["budget.max_usd", "number", "seen: 'lots'"]),
+        ("budget.max_usd", 0, ["budget.max_usd", "greater than 0"]),
+        ("model.source", "hub:Qwen/Qwen3.6-35B-A3B@main", ["model.source", "40-digit commit", "@main"]),
+        ("phases.0.steps", 2.5, ["phases.0.sft.steps", "integer"]),
+        ("box.countries", ["Germany"], ["box.countries", "two-letter"]),
+        ("name", "Tools 35B", ["name", "lower case", "Tools 35B"]),
+        ("adapters.groups", ["experts"], ["adapters.groups", "routed_experts"]),
+        ("trainer", "counting", ["counting", "box.device"]),
+        ("box.device", "cpu", ["box.device", "cuda"]),
+    ],
+)
+def test_a_wrong_field_is_refused_in_one_line_that_names_it(path: str, value: Any, words: list[str]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(changed(path, value))
+    message = str(caught.value)
+    assert "\n" not in message
+    assert not [word for word in words if word not in message], message
+
+
+def test_each_of_several_problems_has_its_own_line() -> None:
+    data = changed("box.tire", "h200")
+    data["budget"] = {"max_usd": -1}
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe(data, "mine.yaml")
+    assert [line.split(": ")[0] for line in str(caught.value).splitlines()] == ["mine.yaml", "mine.yaml"]
+
+
+@pytest.mark.parametrize("data", [None, [], "text", 3])
+def test_what_is_not_a_mapping_is_refused(data: Any) -> None:
+    with pytest.raises(RecipeError, match="want a mapping"):
+        parse_recipe(data)
+
+
+def test_kto_needs_two_rows_in_a_batch() -> None:
+    data = changed(
+        "phases.0", {"kind": "kto", "data": "bucket:k.jsonl", "steps": 1, "learning_rate": 1e-4, "batch_size": 1}
+    )
+    with pytest.raises(RecipeError, match="at least 2 rows"):
+        parse_recipe(data)
+
+
+def test_grpo_batches_hold_whole_groups() -> None:
+    data = changed(
+        "phases.0",
+        {
+            "kind": "grpo",
+            "data": "bucket:g.jsonl",
+            "steps": 1,
+            "learning_rate": 1e-4,
+            "batch_size": 3,
+            "accumulation": 1,
+        },
+    )
+    with pytest.raises(RecipeError, match="multiple of generations"):
+        parse_recipe(data)
+
+
+def test_a_phase_appears_once() -> None:
+    data = copy.deepcopy(GOOD)
+    data["phases"] *= 2
+    with pytest.raises(RecipeError, match="each kind may appear once"):
+        parse_recipe(data)
+
+
+def test_what_decides_the_weights_changes_the_digest_and_what_does_not_does_not() -> None:
+    digest = parse_recipe(GOOD).phase_digest("sft")
+    assert parse_recipe(changed("phases.0.learning_rate", 2e-4)).phase_digest("sft") != digest
+    assert parse_recipe(changed("adapters.rank", 16)).phase_digest("sft") != digest
+    assert parse_recipe(changed("budget.max_usd", 99)).phase_digest("sft") == digest
+    assert parse_recipe(changed("box.tier", "h200")).phase_digest("sft") == digest
+
+
+def test_an_earlier_phase_decides_a_later_one_and_not_the_other_way_round() -> None:
+    both = changed("phases", [{"kind": "cpt", "data": "bucket:c", "steps": 5, "learning_rate": 1e-4}, *GOOD["phases"]])
+    more = copy.deepcopy(both)
+    more["phases"][0]["steps"] = 6
+    assert parse_recipe(both).phase_digest("sft") != parse_recipe(more).phase_digest("sft")
+    longer = copy.deepcopy(both)
+    longer["phases"][1]["steps"] = 99
+    assert parse_recipe(both).phase_digest("cpt") == parse_recipe(longer).phase_digest("cpt")

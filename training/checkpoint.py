@@ -1,0 +1,351 @@
+"""Checkpoints: make them durable in the bucket, and find the one to go on from.
+
+A checkpoint exists only when its manifest does. On the way up: hard links into a staging directory (so that the trainer's own rotation
+cannot delete a file under the uploader), sha256 of each file, the manifest, the upload by a child process. On the way down: the newest
+manifest that fits this run and whose every file arrives and hashes; otherwise the next older one, with a notice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from training.box.store import Store, StoreDenied, StoreError, StoreUnreachable
+from training.contract import layout
+from training.contract.manifest import FileEntry, Manifest, ManifestError, check_fits, parse_manifest
+
+KEEP_UNFINISHED = 2
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_USER_FAULT = 2  # exit code of training.box.transfer: denied or missing, the same on any box
+_PAUSES_S = (2.0, 5.0, 15.0, 30.0, 60.0)
+
+Notice = Callable[[str, str], None]
+
+
+class UploadFailed(RuntimeError):
+    """The last checkpoint of a phase did not become durable."""
+
+    def __init__(self, message: str, *, user_fault: bool) -> None:
+        super().__init__(message)
+        self.user_fault = user_fault
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint's manifest, in the bucket or (with `directory`) staged on this box by an earlier runner."""
+
+    key: str
+    manifest: Manifest
+    directory: Path | None = None
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a checkpoint must have been made with, to go on from it."""
+
+    phase_digest: str
+    data_sha256: str
+    versions: dict[str, str]
+    parent: str | None
+    """Key of the manifest that the phase begins from."""
+    required: tuple[str, ...]
+    """Files without which a trainer resumes silently wrong."""
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, store: Store, run: str, staging: Path, notice: Notice) -> None:
+        self._store, self._run, self._staging, self._notice = store, run, staging, notice
+
+    def newest_first(self, phase: str, identity: Identity) -> list[Found]:
+        """Every checkpoint of the phase that may be gone on from. ManifestError if one is of another recipe, other data or versions: that is
+        the user's to decide. One that is damaged, incomplete or begun from elsewhere is left out with a notice."""
+        found = [*self._staged(phase), *self._in_bucket(phase)]
+        fitting = []
+        for each in found:
+            problem = self._defect(each, identity)
+            if problem:
+                self._notice(f"checkpoint {each.key} left out", problem)
+                continue
+            check_fits(
+                each.manifest,
+                each.key,
+                phase_digest=identity.phase_digest,
+                data_sha256=identity.data_sha256,
+                versions=identity.versions,
+            )
+            fitting.append(each)
+        return sorted(fitting, key=lambda each: (each.manifest.step, each.directory is not None), reverse=True)
+
+    def fetch(self, found: Found, into: Path, names: Sequence[str] | None = None) -> Path | None:
+        """The checkpoint's files (or only `names`) in `into`, each verified; None with a notice if one is missing or damaged.
+
+        StoreUnreachable and StoreDenied pass through: they say nothing about the checkpoint.
+        """
+        shutil.rmtree(into, ignore_errors=True)
+        into.mkdir(parents=True)
+        for name in names or tuple(found.manifest.files):
+            problem = self._fetch_one(found, name, into / name)
+            if problem:
+                self._notice(f"checkpoint {found.key} not used", f"{name}: {problem}")
+                shutil.rmtree(into, ignore_errors=True)
+                return None
+        return into
+
+    def retain(self, phase: str) -> None:
+        """Keep the last checkpoint of a finished phase, the last two of an unfinished one. Manifests go first: a manifest without its
+        files would be a lie, files without a manifest are only rubbish."""
+        found = sorted(self._in_bucket(phase), key=lambda each: each.manifest.step)
+        keep = 1 if found and found[-1].manifest.complete else KEEP_UNFINISHED
+        dropped = found[:-keep]
+        if not dropped:
+            return
+        for each in dropped:
+            self._store.delete(each.key)
+        for digest in _digests(dropped) - self._digests_in_use():
+            self._store.delete(layout.blob(self._run, digest))
+
+    def _digests_in_use(self) -> set[str]:
+        """Of all phases, since they share blobs. ManifestError if one cannot be read: then nothing may be deleted."""
+        used: set[str] = set()
+        for info in self._store.list(f"{layout.run(self._run)}/manifests/"):
+            text = self._store.get_bytes(info.key)
+            if text is not None:
+                used |= _digests([Found(info.key, parse_manifest(text, info.key))])
+        return used
+
+    def _in_bucket(self, phase: str) -> list[Found]:
+        found = []
+        for info in self._store.list(layout.phase_manifests(self._run, phase)):
+            text = self._store.get_bytes(info.key)
+            if text is not None:
+                self._parse(text, info.key, None, found)
+        return found
+
+    def _staged(self, phase: str) -> list[Found]:
+        """Finished by an earlier runner on this box and perhaps not uploaded."""
+        found: list[Found] = []
+        for directory in sorted(self._staging.glob(f"{phase}-[0-9]*")):
+            path = directory / "manifest.json"
+            if path.exists() and directory.suffix != ".partial":
+                step = int(directory.name.rpartition("-")[2])
+                self._parse(path.read_bytes(), layout.manifest(self._run, phase, step), directory, found)
+        return found
+
+    def _parse(self, text: bytes, key: str, directory: Path | None, into: list[Found]) -> None:
+        try:
+            into.append(Found(key, parse_manifest(text, key), directory))
+        except ManifestError as error:
+            self._notice(f"checkpoint {key} left out", str(error))
+
+    def _defect(self, found: Found, identity: Identity) -> str:
+        manifest = found.manifest
+        missing = [name for name in identity.required if name not in manifest.files]
+        if missing:
+            return f"lacks {', '.join(missing)}; all of {', '.join(identity.required)} are needed"
+        if manifest.run != self._run:
+            return f"belongs to run {manifest.run}, this is {self._run}"
+        if manifest.parent != identity.parent:
+            return f"was begun from {manifest.parent}, the phase now begins from {identity.parent}"
+        return ""
+
+    def _fetch_one(self, found: Found, name: str, path: Path) -> str:
+        entry = found.manifest.files[name]
+        if found.directory is not None:
+            source = found.directory / name
+            if not source.exists() or sha256_of(source) != entry.sha256:
+                return "is missing or damaged on disk"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, path)
+            return ""
+        key = layout.blob(self._run, entry.sha256)
+        try:
+            self._store.download_file(key, path, expect_bytes=entry.bytes, expect_sha256=entry.sha256)
+        except (StoreUnreachable, StoreDenied):
+            raise
+        except StoreError as error:
+            return str(error)
+        return ""
+
+
+@dataclass
+class _Job:
+    directory: Path
+    manifest: Manifest
+    final: bool
+    failures: int = 0
+    ready_at: float = 0.0
+
+
+@dataclass
+class Uploader:
+    """Makes checkpoints durable in the background, one child process at a time.
+
+    The newest wins: a waiting checkpoint of a phase is dropped for a newer one of it, except the final one, which is never dropped and
+    goes before everything after it, so that no later phase is durable before the one it began from.
+    """
+
+    assignment_path: Path
+    staging: Path
+    checkpoints: Checkpoints
+    notice: Notice
+    python: str = field(default_factory=lambda: os.environ.get("LIVERY_TRANSFER_PYTHON") or sys.executable)
+    attempts: int = 6
+    pauses_s: Sequence[float] = _PAUSES_S
+
+    def __post_init__(self) -> None:
+        self.staging.mkdir(parents=True, exist_ok=True)
+        self._jobs: list[_Job] = []
+        self._changed = threading.Condition()
+        self._closing = False
+        self._busy = False
+        self._failed: UploadFailed | None = None
+        self._child: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._work, name="uploader", daemon=True)
+        self._thread.start()
+
+    def stage(self, source: Path, names: Sequence[str], manifest: Manifest) -> int:
+        """Link the checkpoint's files out of the trainer's reach and queue them; returns their bytes. Hashing happens in the background."""
+        partial = self.staging / f"{manifest.phase}-{manifest.step:08d}.partial"
+        shutil.rmtree(partial, ignore_errors=True)
+        link_files(source, names, partial)
+        self.submit(partial, manifest)
+        return sum((source / name).stat().st_size for name in names)
+
+    def submit(self, directory: Path, manifest: Manifest) -> None:
+        job = _Job(directory, manifest, manifest.complete)
+        with self._changed:
+            for old in [each for each in self._jobs if each.manifest.phase == manifest.phase and not each.final]:
+                if job.final or old.manifest.step < manifest.step:
+                    self._jobs.remove(old)
+                    shutil.rmtree(old.directory, ignore_errors=True)
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether everything queued is durable, after at most `timeout_s`. UploadFailed if the last checkpoint of a phase was given up."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._failed or not (self._jobs or self._busy), timeout_s)
+            self.raise_if_failed()
+            return not (self._jobs or self._busy)
+
+    def raise_if_failed(self) -> None:
+        if self._failed:
+            raise self._failed
+
+    def close(self) -> None:
+        """Stop at once: a running child is killed, but what waits is hashed and stays staged for the next runner on this box."""
+        with self._changed:
+            self._closing = True
+            if self._child and self._child.poll() is None:
+                self._child.kill()
+            self._changed.notify_all()
+        self._thread.join(timeout=60)
+
+    def _work(self) -> None:
+        while job := self._next():
+            try:
+                self._finish_manifest(job)
+                if not self._closing:
+                    self._upload(job)
+            except (OSError, StoreError, ManifestError) as error:
+                self._give_up_or_retry(
+                    job, f"{type(error).__name__}: {error}", user_fault=isinstance(error, StoreDenied)
+                )
+            finally:
+                with self._changed:
+                    self._busy = False
+                    self._changed.notify_all()
+
+    def _next(self) -> _Job | None:
+        with self._changed:
+            while not self._closing:
+                if self._jobs:
+                    pause = self._jobs[0].ready_at - time.monotonic()
+                    if pause <= 0:
+                        self._busy = True
+                        return self._jobs.pop(0)
+                    self._changed.wait(pause)
+                else:
+                    self._changed.wait()
+            if not self._jobs:
+                return None
+            self._busy = True
+            return self._jobs.pop(0)
+
+    def _finish_manifest(self, job: _Job) -> None:
+        """Hash the files, write the manifest last, and only then give the directory its name."""
+        if job.directory.suffix != ".partial":
+            return
+        files = {
+            str(path.relative_to(job.directory)): FileEntry(sha256=sha256_of(path), bytes=path.stat().st_size)
+            for path in sorted(job.directory.rglob("*"))
+            if path.is_file() and path.name != "manifest.json"
+        }
+        job.manifest = job.manifest.model_copy(update={"files": files})
+        (job.directory / "manifest.json").write_text(job.manifest.model_dump_json(), encoding="utf-8")
+        final_name = job.directory.with_suffix("")
+        shutil.rmtree(final_name, ignore_errors=True)
+        job.directory = job.directory.rename(final_name)
+
+    def _upload(self, job: _Job) -> None:
+        command = [self.python, "-m", "training.box.transfer", "upload"]
+        command += ["--assignment", str(self.assignment_path), "--directory", str(job.directory)]
+        with self._changed:
+            if self._closing:
+                return
+            self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        code = self._child.wait()
+        if code == 0:
+            shutil.rmtree(job.directory, ignore_errors=True)
+            self.checkpoints.retain(job.manifest.phase)
+        elif not self._closing:
+            self._give_up_or_retry(job, f"the transfer ended with code {code}", user_fault=code == _USER_FAULT)
+
+    def _give_up_or_retry(self, job: _Job, reason: str, *, user_fault: bool) -> None:
+        what = f"upload of {job.manifest.phase}/{job.manifest.step}"
+        if not job.directory.exists():
+            # It became durable and only the tidying up afterwards failed; older checkpoints stay a while longer.
+            self.notice(f"retention after {what} failed", reason)
+            return
+        job.failures += 1
+        with self._changed:
+            newer = any(other.manifest.phase == job.manifest.phase for other in self._jobs)
+            if user_fault or (job.failures >= self.attempts and job.final):
+                self._failed = UploadFailed(
+                    f"{what} failed {job.failures} times, last: {reason}", user_fault=user_fault
+                )
+            elif job.failures < self.attempts and (job.final or not newer):
+                job.ready_at = time.monotonic() + self.pauses_s[min(job.failures, len(self.pauses_s)) - 1]
+                self._jobs.insert(0, job)
+            else:
+                shutil.rmtree(job.directory, ignore_errors=True)
+        self.notice(f"{what} failed", reason)
+
+
+def link_files(source: Path, names: Sequence[str], into: Path) -> Path:
+    """Hard links of the named files in `into`, in place of what had those names."""
+    for name in names:
+        target = into / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.unlink(missing_ok=True)
+        os.link(source / name, target)
+    return into
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digests(found: Sequence[Found]) -> set[str]:
+    return {entry.sha256 for each in found for entry in each.manifest.files.values()}

@@ -1,0 +1,32 @@
+"""Put the final adapter into the bucket in PEFT's own layout: `PeftModel.from_pretrained(base, directory)` loads it as it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from training.box.store import Store
+from training.checkpoint import link_files, sha256_of
+from training.contract import layout
+from training.contract.events import Exported
+
+
+def export(store: Store, run: str, source: Path, names: Sequence[str], base: str, work: Path) -> Exported:
+    """Upload the adapter's files to `layout.adapter(run)`; `base` is written as the model that it belongs to, since the box's own path
+    means nothing elsewhere."""
+    directory = link_files(source, names, work / "export")
+    config = directory / "adapter_config.json"
+    if config.exists():
+        content = json.loads(config.read_text(encoding="utf-8")) | {
+            "base_model_name_or_path": base,
+            "inference_mode": True,
+        }
+        config.unlink()  # a hard link: writing into it would change the checkpoint
+        config.write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
+    prefix = layout.adapter(run)
+    files = {}
+    for name in names:
+        store.upload_file(directory / name, prefix + name, sha256=sha256_of(directory / name))
+        files[name] = (directory / name).stat().st_size
+    return Exported(prefix=prefix, files=files)
