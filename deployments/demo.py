@@ -106,7 +106,7 @@ def conclude(up: Up, run_id: str, state: str, seconds: float) -> int:
     if receipt and store.size(f"{layout.adapter(receipt.run)}adapter_model.safetensors"):
         print(f"adapter: s3://{up.environ['LIVERY_BUCKET']}/{layout.adapter(receipt.run)}")
     world = up.rehearsal.control.state()
-    left, rate = _still_billing(world)
+    left, rate = world["instances_left"], world["billed_now_usd_per_h"]
     print(f"instances left: {left}   (billed now: {dollars(rate)} an hour, ever rented: {len(world['instances'])})")
     print(f"the run ended {state} after {seconds:.0f} s: {ui_link(up, run_id)}")
     fine = (
@@ -117,11 +117,6 @@ def conclude(up: Up, run_id: str, state: str, seconds: float) -> int:
 
 def _expects_crash(state: str, run_id: str) -> bool:
     return run_id in _killed and state == "Crashed"
-
-
-def _still_billing(world: dict[str, Any]) -> tuple[int, float]:
-    alive = [instance for instance in world["instances"] if instance.get("destroyed_at") is None]
-    return len(alive), float(world["usd_per_hour_now"])
 
 
 def _print_phases(rows: list[dict[str, Any]]) -> None:

@@ -56,17 +56,19 @@ def running(
     faults: Sequence[str] = (),
     private_server: bool = False,
     serve: bool = True,
+    with_market: bool = True,
     extra_env: Mapping[str, str] | None = None,
 ) -> Iterator[Up]:
     """Start everything, yield, and stop everything in the order that gives boxes back: serve, server, rehearsal.
 
+    Without a market account in the environment the rehearsal is started too; `with_market` false leaves the market to the caller.
     `private_server` takes a free port and a Prefect home of its own, so that nobody's profile is touched.
     """
     with contextlib.ExitStack() as stack:
         environ = {**os.environ, **_prefect_environment(private_server), **(extra_env or {})}
         up = Up(environ, environ["PREFECT_API_URL"])
         server = None if _answers(up.api_url) else _start_server(up, stack)
-        if force_rehearsal or not has_account():
+        if with_market and (force_rehearsal or not has_account()):
             up.rehearsal = stack.enter_context(rehearsal.start((STATE / "rehearsal").resolve(), faults=faults))
             environ.update(up.rehearsal.env, LIVERY_STATE_DIR=str((STATE / "state").resolve()), **_REHEARSAL_PACE)
             seed.seed(up.rehearsal.env)

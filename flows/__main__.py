@@ -85,7 +85,7 @@ def _receipt(arguments: argparse.Namespace) -> int:
 
 
 def _reaper(arguments: argparse.Namespace) -> int:
-    from flows.reaper import main as reaper
+    from tasks.reap import main as reaper
 
     return reaper(["--once", *(["--dry-run"] if arguments.dry_run else [])])
 

@@ -84,11 +84,10 @@ def destroy_in_a_hurry(flow_run_id: str) -> Destruction:
     try:
         settings = read_settings()
         store = open_store(settings)
-        held_until = _in_time(lambda: _hold_of(store, flow_run_id), None)
+        nothing: tuple[float | None, set[int]] = (None, set())
+        held_until, known = _in_time(lambda: (_hold_of(store, flow_run_id), _known_ids(store, flow_run_id)), nothing)
         if held_until is not None and held_until > time.time():
             return Destruction(flow_run_id=flow_run_id, kept_until=held_until)
-        nothing: set[int] = set()
-        known = _in_time(lambda: _known_ids(store, flow_run_id), nothing)
         market = open_market(settings, budget_s=HURRY_S)
         result = destroy_run(market, flow_run_id, deadline_s=HURRY_S, also=known, poll_s=1.0)
     except LiveryError as error:

@@ -12,10 +12,9 @@ from typing import Any
 
 from prefect import runtime, task
 from prefect.cache_policies import NO_CACHE
-from prefect.client.schemas.objects import TaskRun
-from prefect.states import State
+from prefect.client.schemas.objects import State, TaskRun
 
-from tasks import artifacts, billing, boxes, hosts, offers
+from tasks import artifacts, billing, boxes, offers
 from tasks.data import prepare_data
 from tasks.destroy import destroy_run
 from tasks.domain import Box, Destruction, RankedOffer
@@ -69,8 +68,9 @@ def prepare(recipe: str, overrides: Mapping[str, Any]) -> Run:
 @task(name="plan", timeout_seconds=10 * _MINUTE, **_RETRIED)
 def plan(run: Run) -> None:
     """What it will take, and the offers that fit; shown before anything is rented."""
-    bad = hosts.bad_machines(run.store, now=run.clock())
-    planned = offers.plan_run(run.recipe, run.market, done=run.phases_done(), bad_machines=bad, tried=run.tried)
+    planned = offers.plan_run(
+        run.recipe, run.market, run.store, now=run.clock(), done=run.phases_done(), tried=run.tried
+    )
     artifacts.show_plan(planned)
     log.info(
         "plan: phases %s, about %.2f h (%s), %d of %d offers fit, the best takes %s for the run, at most %s may be spent",
@@ -229,14 +229,5 @@ def give_back(run: Run, error: BoxError) -> None:
 @contextmanager
 def always_destroyed_and_billed(run: Run, *, keep: bool) -> Iterator[None]:
     """Whatever happens inside: boxes destroyed first, then the receipt, written even if Prefect no longer answers."""
-    current = run.settings.model_copy(update={"keep_box": keep or run.settings.keep_box})
-    guard = box_guard(
-        run.flow_run_id,
-        run.recipe.name,
-        destroy=lambda flow_run_id: destroy(run),
-        store=run.store,
-        settings=current,
-        on_renew=run.tell_alive,
-    )
-    with billing.receipt_written(run), guard:
+    with billing.receipt_written(run), box_guard(run, destroy, keep=keep or run.settings.keep_box):
         yield

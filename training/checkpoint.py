@@ -124,7 +124,7 @@ class Checkpoints:
         return used
 
     def _in_bucket(self, phase: str) -> list[Found]:
-        found = []
+        found: list[Found] = []
         for info in self._store.list(layout.phase_manifests(self._run, phase)):
             text = self._store.get_bytes(info.key)
             if text is not None:

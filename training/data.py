@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,45 +26,37 @@ class Prepared:
     dataset: Dataset
     dropped: int
     """Rows longer than `max_length`."""
+    rows: int
+    """Rows that the phase reads."""
 
 
 def cpt(rows: Sequence[Row]) -> Prepared:
-    return Prepared(Dataset.from_dict({"text": [row["text"] for row in rows]}), 0)
+    return Prepared(Dataset.from_dict({"text": [row["text"] for row in rows]}), 0, len(rows))
 
 
 def sft(rows: Sequence[Row], phase: SftPhase, tokenizer: Any) -> Prepared:
-    kept = [row for row in rows if _length(tokenizer, row["messages"], row) <= phase.max_length]
-    return _prepared(rows, kept, phase.max_length, lambda row: {"messages": row["messages"]})
+    fitting = [row for row in rows if _length(tokenizer, row["messages"], row) <= phase.max_length]
+    return _prepared(rows, fitting, fitting, phase, ("messages",))
 
 
 def dpo(rows: Sequence[Row], phase: DpoPhase, tokenizer: Any, seed: int) -> Prepared:
-    def fits(row: Row) -> bool:
-        return all(
-            _length(tokenizer, row["prompt"] + row[side], row) <= phase.max_length for side in ("chosen", "rejected")
-        )
-
-    kept = _needed(
-        _shuffled([row for row in rows if fits(row)], seed), phase.steps * phase.accumulation * phase.batch_size
-    )
-    return _prepared(
-        rows, kept, phase.max_length, lambda row: {name: row[name] for name in ("prompt", "chosen", "rejected")}
-    )
+    sides = ("chosen", "rejected")
+    fitting = [
+        row
+        for row in rows
+        if all(_length(tokenizer, row["prompt"] + row[side], row) <= phase.max_length for side in sides)
+    ]
+    used = _shuffled(fitting, seed)[: _rows_read(phase)]
+    return _prepared(rows, fitting, used, phase, ("prompt", "chosen", "rejected"))
 
 
 def kto(rows: Sequence[Row], phase: KtoPhase, tokenizer: Any, seed: int) -> Prepared:
     """Good and bad answers take turns, shuffled here because TRL reads KTO rows in order; an odd last batch would pair a row with itself."""
     fitting = [row for row in rows if _length(tokenizer, row["prompt"] + row["completion"], row) <= phase.max_length]
     good, bad = ([row for row in _shuffled(fitting, seed) if row["label"] is label] for label in (True, False))
-    mixed = [row for pair in zip(good, bad, strict=False) for row in pair]
-    mixed = _needed(mixed, phase.steps * phase.accumulation * phase.batch_size)
-    whole = len(mixed) - len(mixed) % phase.batch_size
-    return _prepared(
-        rows,
-        mixed[:whole],
-        phase.max_length,
-        lambda row: {name: row[name] for name in ("prompt", "completion", "label")},
-        len(fitting),
-    )
+    mixed = [row for pair in zip(good, bad, strict=False) for row in pair][: _rows_read(phase)]
+    used = mixed[: len(mixed) - len(mixed) % phase.batch_size]
+    return _prepared(rows, fitting, used, phase, ("prompt", "completion", "label"))
 
 
 def grpo(rows: Sequence[Row], phase: GrpoPhase, tokenizer: Any) -> Prepared:
@@ -76,7 +68,7 @@ def grpo(rows: Sequence[Row], phase: GrpoPhase, tokenizer: Any) -> Prepared:
         if len(tokenizer(prompt)["input_ids"]) <= phase.max_length
     ]
     _require_some(kept, len(rows), phase.max_length)
-    return Prepared(Dataset.from_list(kept), len(rows) - len(kept))
+    return Prepared(Dataset.from_list(kept), len(rows) - len(kept), len(kept))
 
 
 def render_prompt(tokenizer: Any, row: Row) -> str:
@@ -107,14 +99,25 @@ def require_same(dataset: Dataset, rows: Sequence[Row]) -> None:
 
 
 def _prepared(
-    rows: Sequence[Row], kept: Sequence[Row], max_length: int, pick: Callable[[Row], Row], fitting: int | None = None
+    rows: Sequence[Row],
+    fitting: Sequence[Row],
+    used: Sequence[Row],
+    phase: SftPhase | DpoPhase | KtoPhase,
+    fields: Sequence[str],
 ) -> Prepared:
-    _require_some(kept, len(rows), max_length)
+    _require_some(used, len(rows), phase.max_length)
     shaped = [
-        pick(row) | ({"tools": row["tools"]} if row.get("tools") else {}) | {"chat_template_kwargs": NO_THINKING}
-        for row in kept
+        {field: row[field] for field in fields}
+        | ({"tools": row["tools"]} if row.get("tools") else {})
+        | {"chat_template_kwargs": NO_THINKING}
+        for row in used
     ]
-    return Prepared(to_dataset(shaped), len(rows) - (len(kept) if fitting is None else fitting))
+    return Prepared(to_dataset(shaped), len(rows) - len(fitting), len(used))
+
+
+def _rows_read(phase: DpoPhase | KtoPhase) -> int:
+    """No more rows than the phase will read: each costs a reference pass before the first step."""
+    return phase.steps * phase.accumulation * phase.batch_size
 
 
 def _require_some(kept: Sequence[Row], total: int, max_length: int) -> None:
@@ -133,8 +136,3 @@ def _shuffled(rows: Sequence[Row], seed: int) -> list[Row]:
     shuffled = list(rows)
     random.Random(seed).shuffle(shuffled)
     return shuffled
-
-
-def _needed(rows: list[Row], count: int) -> list[Row]:
-    """No more rows than the phase will read: each costs a reference pass before the first step."""
-    return rows[:count]

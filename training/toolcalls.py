@@ -43,8 +43,9 @@ def reward(text: str, answer: Mapping[str, Any]) -> float:
     call = parse_call(text)
     if call is None:
         return 0.0
-    right_name = call.name == answer["name"]
-    return VALID + RIGHT_NAME * right_name + RIGHT_ARGUMENTS * (right_name and call.arguments == rendered(answer))
+    if call.name != answer["name"]:
+        return VALID
+    return VALID + RIGHT_NAME + (RIGHT_ARGUMENTS if call.arguments == rendered(answer) else 0.0)
 
 
 def rendered(answer: Mapping[str, Any]) -> dict[str, str]:

@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--clock-ahead-s", type=float, default=0.0, help="the market's clock ahead of the real one")
     parser.add_argument("--env-file", type=Path, help="also write the environment here (mode 0600)")
     parser.add_argument("--outlive-parent", action="store_true", help="go on when the process that started it ends")
-    parser.add_argument("--keep-bucket", action="store_true", help="keep the bucket's data for the next start")
+    parser.add_argument("--keep-bucket", action="store_true", help="keep the data of the last start, and leave it")
     return parser
 
 

@@ -178,7 +178,7 @@ class Api:
             Route("GET", instance + "ssh/", self._instance_keys),
             Route("POST", instance + "ssh/", self._attach_key),
             Route("DELETE", instance + "ssh/{key_id}/", self._detach_key, every_s=2.0),
-            Route("GET", "/api/v0/users/current/", self._user),
+            Route("GET", "/api/v0/users/current/?", self._user),
             Route("GET", "/api/v0/charges/", self._charges, every_s=1.0),
         ]
 

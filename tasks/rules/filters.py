@@ -105,6 +105,7 @@ def _architecture(offer: Offer, want: Want) -> str | None:
 
 
 def _gpu_count(offer: Offer, want: Want) -> str | None:
+    """A second card is paid for and stands idle."""
     wanted = TIERS[want.box.tier].num_gpus
     return None if offer.num_gpus == wanted else f"{offer.num_gpus} GPUs, want {wanted}"
 

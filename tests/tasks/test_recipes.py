@@ -9,8 +9,8 @@ from tasks.recipes import load_recipe, shipped
 
 
 @pytest.mark.parametrize("name", sorted(shipped()))
-def test_every_shipped_recipe_is_read_and_named_as_its_file(name: str) -> None:
-    assert load_recipe(name).name == name
+def test_every_shipped_recipe_is_read(name: str) -> None:
+    assert load_recipe(name).phases
 
 
 def test_the_three_recipes_are_shipped() -> None:

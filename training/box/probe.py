@@ -200,7 +200,7 @@ def _grouped(device: str, dtype_name: str, facts: dict[str, str]) -> Check:
     (grad,) = torch.autograd.grad(y.float().square().sum(), x)
     seconds = time.monotonic() - began
     x_loop = x.detach().double().requires_grad_()
-    y_loop = torch.cat([rows @ w[e].double() for e, rows in enumerate(x_loop.split(sizes))])
+    y_loop = torch.cat([rows @ w[e].double() for e, rows in enumerate(torch.split(x_loop, sizes))])
     (grad_loop,) = torch.autograd.grad(y_loop.square().sum(), x_loop)
     facts["grouped_mm_seconds"] = f"{seconds:.4f}"
     forward = _close("grouped_mm", y.detach().double(), y_loop.detach(), dtype_name)

@@ -6,8 +6,10 @@ a conversation without an assistant's turn.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,36 +21,57 @@ class RowError(ValueError):
     """A dataset cannot be used; the message names file, line and field, what was seen and what is wanted."""
 
 
-def read_rows(path: Path, kind: RowKind) -> list[Row]:
-    """All rows of a dataset, checked. RowError at the first bad one, or if there is none at all."""
-    rows = [_parse(line, path, number) for number, line in _lines(path)]
-    if not rows:
-        raise RowError(f"{path.name}: holds no rows; want JSON lines, one object a line")
-    check = _CHECKS[kind]
-    for number, row in enumerate(rows, 1):
-        problem = check(row)
+@dataclass(frozen=True)
+class RowReport:
+    """What a dataset holds: how many rows, what is wrong with which line, and the digest of its bytes."""
+
+    count: int
+    problems: tuple[str, ...]
+    sha256: str
+
+
+def check_rows(kind: str, lines: Iterable[bytes], *, subject: str) -> RowReport:
+    """Check every line of a dataset in one pass, holding one row at a time; all problems, each with its line."""
+    digest, count, problems, labels = hashlib.sha256(), 0, [], set()
+    for number, line in enumerate(lines, 1):
+        digest.update(line)
+        if not line.strip():
+            continue
+        count += 1
+        row, problem = _parsed(line)
+        problem = problem or _CHECKS[kind](row)
         if problem:
-            raise RowError(f"{path.name}: row {number}: {problem}")
-    if kind == "kto" and len({row["label"] for row in rows}) < 2:
-        raise RowError(f"{path.name}: every label is {rows[0]['label']}; KTO needs rows of both labels")
-    return rows
+            problems.append(f"{subject}: line {number}: {problem}")
+        elif kind == "kto":
+            labels.add(row["label"])
+    if not count:
+        problems.append(f"{subject}: holds no rows; want JSON lines, one object a line")
+    if len(labels) == 1 and not problems:
+        problems.append(f"{subject}: every label is {labels.pop()}; KTO needs rows of both labels")
+    return RowReport(count, tuple(problems), digest.hexdigest())
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
-            if line.strip():
-                yield number, line
+def read_rows(path: Path, kind: RowKind) -> list[Row]:
+    """All rows of a dataset that was checked; RowError with its first problem if it should not have passed."""
+    with path.open("rb") as lines:
+        report = check_rows(kind, lines, subject=path.name)
+    if report.problems:
+        raise RowError(report.problems[0])
+    with path.open("rb") as lines:
+        return [json.loads(line) for line in lines if line.strip()]
 
 
-def _parse(line: str, path: Path, number: int) -> Row:
+def _parsed(line: bytes) -> tuple[Row, str]:
+    """The row and no problem, or an empty row and what is wrong."""
     try:
-        row = json.loads(line)
+        row = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return {}, f"not UTF-8 at byte {error.start}; want UTF-8 text"
     except ValueError as error:
-        raise RowError(f"{path.name}: line {number}: not JSON ({error}); want one JSON object a line") from None
+        return {}, f"not JSON ({error}); want one JSON object a line"
     if not isinstance(row, dict):
-        raise RowError(f"{path.name}: line {number}: seen a {type(row).__name__}; want a JSON object")
-    return row
+        return {}, f"seen a {type(row).__name__}; want a JSON object"
+    return row, ""
 
 
 def _cpt(row: Row) -> str:

@@ -106,7 +106,7 @@ def train(desk: Desk, prepare: Prepare, build: Build, *, packed: bool = False) -
     trainer.add_callback(
         liveness.Guard(groups, desk.guard, advantages=lambda: _advantages(trainer), silent_steps=silent)
     )
-    trainer.add_callback(Reporter(desk, start, before, len(rows) - prepared.dropped))
+    trainer.add_callback(Reporter(desk, start, before, prepared.rows))
     trainer.train(resume_from_checkpoint=str(desk.resume_dir) if desk.resume_dir else None)
     return _finish(desk, trainer, start)
 

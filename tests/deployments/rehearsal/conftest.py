@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,8 +116,6 @@ class Real:
         return row
 
     def until(self, instance_id: int, holds: Callable[[dict[str, Any]], bool], timeout_s: float = 10) -> dict[str, Any]:
-        import time
-
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             row = self.show(instance_id)
@@ -129,11 +128,9 @@ class Real:
         self, row: dict[str, Any], command: str, *, via: str = "direct", tries: int = 20, timeout: float = 20
     ) -> subprocess.CompletedProcess[str]:
         """OpenSSH's own client; a refused connection is tried again, as everyone does while sshd starts."""
-        import time
-
         port = row["ports"]["22/tcp"][0]["HostPort"] if via == "direct" else row["ssh_port"]
         options = ["StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR", "BatchMode=yes"]
-        options += ["IdentitiesOnly=yes", "ConnectTimeout=3"]
+        options += ["IdentitiesOnly=yes", "ConnectTimeout=2"]
         words = ["ssh", "-F", "none", "-i", str(self.key), "-p", str(port)]
         words += [word for option in options for word in ("-o", option)]
         words += [f"{self.rehearsal.env['LIVERY_SSH_USER']}@127.0.0.1", command]
@@ -143,6 +140,15 @@ class Real:
                 break
             time.sleep(0.05)
         return done
+
+
+def eventually(holds: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if holds():
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def connect(rehearsal: Rehearsal, key: Path) -> Real:

@@ -1,0 +1,8 @@
+from tests.tasks.pretend_fixtures import (  # noqa: F401
+    bucket_server,
+    clock,
+    environment,
+    market,
+    pretend,
+    store,
+)

@@ -1,0 +1,91 @@
+"""Fixtures over `pretend`, shared by the tests of tasks and of flows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import boto3
+import pytest
+from deployments.rehearsal.bucket import REGION, Bucket
+
+from tasks.market.vast import VastMarket
+from tasks.settings import settings
+from tests.tasks.pretend import Clock, Pretend, pretend_market
+from training.box.store import Store
+
+_names = itertools.count()
+
+
+@pytest.fixture(scope="session")
+def bucket_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    bucket = Bucket(tmp_path_factory.mktemp("weed"))
+    bucket.start()
+    try:
+        bucket.wait_ready()
+        yield bucket
+    finally:
+        bucket.stop(keep=False)
+
+
+@pytest.fixture
+def store(bucket_server: Bucket) -> Store:
+    """An empty bucket of its own for each test."""
+    keys = {
+        "aws_access_key_id": bucket_server.control.access_key_id,
+        "aws_secret_access_key": bucket_server.control.secret_access_key,
+    }
+    name = f"test-{next(_names):04d}"
+    boto3.client("s3", endpoint_url=bucket_server.endpoint_url, region_name=REGION, **keys).create_bucket(Bucket=name)
+    return Store(
+        name,
+        endpoint_url=bucket_server.endpoint_url,
+        region=REGION,
+        access_key_id=bucket_server.control.access_key_id,
+        secret_access_key=bucket_server.control.secret_access_key,
+    )
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pretend(clock: Clock) -> Iterator[Pretend]:
+    """A market on a virtual clock, without rate limits."""
+    with pretend_market(clock) as market:
+        yield market
+
+
+@pytest.fixture
+def market(pretend: Pretend, tmp_path: Path) -> VastMarket:
+    return pretend.client(tmp_path)
+
+
+@pytest.fixture
+def environment(
+    pretend: Pretend, store: Store, bucket_server: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[dict[str, str]]:
+    """All that a hook in a fresh process has: the environment."""
+    values = {
+        "LIVERY_MARKET_URL": pretend.url,
+        "LIVERY_MARKET_API_KEY": pretend.market.account_key,
+        "LIVERY_REAPER_API_KEY": pretend.market.reaper_key,
+        "LIVERY_MARKET_PACE": "0.01",
+        "LIVERY_BUCKET": store.bucket,
+        "LIVERY_S3_ENDPOINT_URL": bucket_server.endpoint_url,
+        "LIVERY_S3_REGION": REGION,
+        "LIVERY_S3_ACCESS_KEY_ID": bucket_server.control.access_key_id,
+        "LIVERY_S3_SECRET_ACCESS_KEY": bucket_server.control.secret_access_key,
+        "LIVERY_BOX_S3_ACCESS_KEY_ID": bucket_server.box.access_key_id,
+        "LIVERY_BOX_S3_SECRET_ACCESS_KEY": bucket_server.box.secret_access_key,
+        "LIVERY_STATE_DIR": str(tmp_path / "state"),
+    }
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    settings.cache_clear()
+    yield values
+    settings.cache_clear()

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tasks.domain import Offer
+from tasks.rules.pricing import checkpoint_gb, dph_at_disk, phase_s, run_cost, transfer_s
+from tests.tasks.pretend import recipe, rehearsal_recipe
+
+
+def _offer(**changes: Any) -> Offer:
+    given: dict[str, Any] = {
+        "id": 1,
+        "machine_id": 1,
+        "gpu_name": "x",
+        "num_gpus": 1,
+        "gpu_ram_mb": 97_887,
+        "disk_space_gb": 1000,
+        "dph_total_usd": 1.05,
+        "dph_base_usd": 1.0,
+        "storage_usd_gb_month": 0.144,
+        "inet_down_mbps": 800,
+        "inet_up_mbps": 800,
+        "inet_down_usd_gb": 0.01,
+        "inet_up_usd_gb": 0.02,
+    }
+    return Offer(**{**given, **changes})
+
+
+def test_the_parts_of_a_run_add_up() -> None:
+    wanted = recipe(step_seconds=36.0)
+    cost = run_cost(wanted, _offer())
+    assert cost.train_s == 3600 and cost.hours_from == "measured"
+    assert cost.parts["disk"] == pytest.approx(cost.hours * 0.05)
+    assert cost.parts["down"] == pytest.approx((70.2 + 15) * 0.01)
+    assert cost.parts["up"] == pytest.approx(cost.up_gb * 0.02)
+    assert cost.usd == pytest.approx(sum(cost.parts.values()))
+    boot_s, other_s = 240, 240 + 120 + 70.2 * 8000 / 800 + 3600
+    last_s = (cost.up_gb - checkpoint_gb(wanted)) * 8000 / 800
+    assert cost.hours * 3600 == pytest.approx(boot_s + other_s + last_s, rel=1e-6)
+
+
+def test_the_gpu_is_not_billed_while_the_box_boots() -> None:
+    cost = run_cost(recipe(step_seconds=36.0), _offer())
+    assert cost.parts["gpu"] == pytest.approx((cost.hours - 240 / 3600) * 1.0)
+
+
+def test_dear_bandwidth_makes_the_cheaper_hour_the_dearer_run() -> None:
+    cheap_hour = run_cost(recipe(step_seconds=10.0), _offer(dph_base_usd=1.0, inet_down_usd_gb=0.03, inet_up_usd_gb=0.03))
+    dear_hour = run_cost(recipe(step_seconds=10.0), _offer(dph_base_usd=1.25, inet_down_usd_gb=0.0, inet_up_usd_gb=0.0))
+    assert cheap_hour.usd > dear_hour.usd
+
+
+def test_phases_that_are_done_cost_nothing_again() -> None:
+    phases = [{"kind": kind, "data": "bucket:x", "steps": 100, "learning_rate": 1e-4} for kind in ("cpt", "sft")]
+    wanted = recipe(phases=phases, step_seconds=36.0)
+    assert run_cost(wanted, _offer()).train_s == 7200
+    assert run_cost(wanted, _offer(), done=("cpt",)).train_s == 3600
+
+
+def test_a_slow_uplink_sends_fewer_checkpoints_and_keeps_the_box_longer() -> None:
+    phase = {"kind": "sft", "data": "bucket:x", "steps": 100, "learning_rate": 1e-4, "save_every_steps": 1}
+    wanted = recipe(phases=[phase], step_seconds=36.0)
+    fast, slow = run_cost(wanted, _offer(inet_up_mbps=2000)), run_cost(wanted, _offer(inet_up_mbps=61))
+    assert slow.up_gb < fast.up_gb and slow.hours > fast.hours
+
+
+def test_an_uplink_that_is_not_stated_makes_a_run_that_never_ends() -> None:
+    assert run_cost(recipe(), _offer(inet_up_mbps=None)).hours == math.inf
+
+
+def test_one_checkpoint_of_the_35b_at_rank_32_is_about_11_gb() -> None:
+    assert checkpoint_gb(recipe()) == pytest.approx(11.4, abs=0.2)
+
+
+def test_the_price_counts_the_disk_that_is_asked_for_even_if_the_market_forgot_it() -> None:
+    assert dph_at_disk(_offer(dph_total_usd=1.0016), 250) == pytest.approx(1.05)
+    assert dph_at_disk(_offer(dph_base_usd=None), 250) == 1.05
+
+
+def test_a_faster_tier_trains_in_fewer_seconds() -> None:
+    small, large = recipe(), recipe(box={"tier": "h200", "max_dph_usd": 3.0})
+    assert phase_s(large, "sft") < phase_s(small, "sft") / 5
+
+
+def test_the_rehearsal_costs_cents() -> None:
+    assert run_cost(rehearsal_recipe(), _offer(inet_up_mbps=2000, inet_down_mbps=3000)).usd < 0.2
+
+
+@pytest.mark.parametrize(("gb", "mbps", "seconds"), [(1, 8000, 1), (67, 360, 1489), (0, 0, 0), (1, 0, math.inf)])
+def test_seconds_of_a_transfer(gb: float, mbps: float, seconds: float) -> None:
+    assert transfer_s(gb, mbps) == pytest.approx(seconds, abs=1)

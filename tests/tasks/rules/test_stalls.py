@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import pytest
+
+from tasks.rules.stalls import Sample, judge_transfer, patience_s, runner_silent
+
+GB = 1_000_000_000
+
+
+def _judge(samples: list[tuple[float, int]], now: float, *, total: int = 67 * GB, budget_s: float = 1500) -> str:
+    seen = [Sample(at, done) for at, done in samples]
+    return judge_transfer("prefetch", seen, total, started_at=0, now=now, budget_s=budget_s, stall_s=90).state
+
+
+def _steady(mbps: float, until: float, every: float = 10) -> list[tuple[float, int]]:
+    return [(t * every, int(t * every * mbps * 1e6 / 8)) for t in range(int(until / every) + 1)]
+
+
+def test_a_rate_that_will_do_is_ok() -> None:
+    assert _judge(_steady(400, 300), 300) == "ok"
+
+
+def test_a_rate_that_will_not_do_is_too_slow_long_before_the_budget_ends() -> None:
+    assert _judge(_steady(30, 130), 130) == "too slow"
+
+
+def test_the_first_seconds_condemn_nobody() -> None:
+    assert _judge(_steady(30, 60), 60) == "ok"
+
+
+def test_a_short_dip_condemns_nobody() -> None:
+    assert _judge([*_steady(600, 600), (610, 45 * GB), (640, 45 * GB)], 650) == "ok"
+
+
+def test_no_byte_for_too_long_is_a_stall() -> None:
+    assert _judge([*_steady(600, 300)], 391) == "stalled"
+    assert _judge([], 91) == "stalled"
+
+
+def test_the_budget_ends_it_whatever_the_rate() -> None:
+    assert _judge(_steady(350, 1500), 1501) == "over budget"
+
+
+def test_what_is_done_is_ok_at_any_time() -> None:
+    assert _judge([(1600, 67 * GB)], 1700) == "ok"
+
+
+def test_the_sentence_says_rate_and_need() -> None:
+    seen = [Sample(at, done) for at, done in _steady(30, 200)]
+    said = judge_transfer("upload sft/40", seen, 67 * GB, started_at=0, now=200, budget_s=1500, stall_s=90)
+    assert said.mbps == pytest.approx(30, rel=0.1)
+    assert "upload sft/40: 0.75 GB of 67.00 GB after 200 s at 30.0 Mbps; 407.7 Mbps are needed" in said.sentence
+
+
+@pytest.mark.parametrize(("budget", "patience"), [(1500, 120), (20, 4)])
+def test_patience_shrinks_with_the_budget(budget: float, patience: float) -> None:
+    assert patience_s(budget) == patience
+
+
+def test_silence_is_judged_against_its_limit() -> None:
+    assert runner_silent(0, 900, 900) is None
+    assert runner_silent(0, 901, 900) == "no event from the runner for 901 s, at most 900"

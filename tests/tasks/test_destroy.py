@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.destroy import destroy_boxes, destroy_in_a_hurry, destroy_run
+from tasks.domain import Destruction, Intent
+from tasks.lease import hold
+from tasks.market.vast import VastMarket
+from tests.tasks.pretend import FLOW_RUN, NOW, OTHER_RUN, Clock, Pretend, dead_store
+from training.box.store import Store
+from training.contract import layout
+
+
+def _destroy(market: VastMarket, clock: Clock, **options: Any) -> Destruction:
+    return destroy_run(market, FLOW_RUN, clock=clock, sleep=clock.sleep, **options)
+
+
+def _intent(store: Store, attempt: int = 1, **changes: Any) -> None:
+    given: dict[str, Any] = {
+        "flow_run_id": FLOW_RUN,
+        "run": "r",
+        "attempt": attempt,
+        "label": "l",
+        "account_id": "1",
+        "offer_id": 1,
+        "machine_id": 1,
+        "dph_usd": 1.0,
+        "disk_gb": 10,
+        "written_at": NOW,
+        "state": "created",
+    }
+    intent = Intent(**{**given, **changes})
+    store.put_bytes(layout.intent(FLOW_RUN, attempt), intent.model_dump_json().encode())
+
+
+def _state(store: Store, attempt: int = 1) -> str:
+    return str(json.loads(store.get_bytes(layout.intent(FLOW_RUN, attempt)) or b"{}")["state"])
+
+
+def test_every_box_of_the_run_goes_and_no_other(pretend: Pretend, market: VastMarket, clock: Clock) -> None:
+    ours = {pretend.rented(attempt=1), pretend.rented(attempt=2)}
+    other = pretend.rented(OTHER_RUN)
+    result = _destroy(market, clock)
+    assert result.clean and set(result.gone) == ours
+    assert [box.id for box in pretend.market.alive()] == [other]
+
+
+def test_a_run_without_boxes_is_clean_after_two_listings(pretend: Pretend, market: VastMarket, clock: Clock) -> None:
+    assert _destroy(market, clock).clean
+    assert pretend.count("GET", "/api/v1/instances/") == 2
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "destroy.429",
+        "destroy.200_but_stays=5",
+        "destroy.500_but_done",
+        "destroy.hang=0",
+        "list.410",
+        "list.empty_but_success",
+        "list.bad_total@4",
+        "list.missing_row@2",
+        "list.null_fields@4",
+        "list.wrong_account",
+        "list.one_malformed_row@4",
+        "auth.session_expired_404@6",
+        "show.null",
+    ],
+)
+def test_it_goes_on_until_the_box_is_really_gone(
+    pretend: Pretend, market: VastMarket, clock: Clock, fault: str
+) -> None:
+    box = pretend.rented()
+    pretend.arm(fault)
+    result = _destroy(market, clock, also={box})
+    assert result.clean and result.gone == (box,)
+    assert not pretend.market.alive()
+
+
+def test_a_listing_that_is_empty_once_is_not_believed(pretend: Pretend, market: VastMarket, clock: Clock) -> None:
+    box = pretend.rented()
+    pretend.arm("list.empty_but_success")
+    result = _destroy(market, clock)
+    assert result.gone == (box,) and not pretend.market.alive()
+
+
+def test_a_delete_that_answers_200_is_no_proof(pretend: Pretend, market: VastMarket, clock: Clock) -> None:
+    box = pretend.rented()
+    pretend.arm("destroy.200_but_stays=1000@always")
+    result = _destroy(market, clock, deadline_s=60)
+    assert result.unverified == (box,) and not result.gone
+    assert "still listed after its DELETE was accepted" in result.reason
+    assert pretend.market.alive()
+
+
+@pytest.mark.parametrize(
+    "fault", ["list.bad_total@always", "list.missing_row@always", "list.410@always", "list.null_fields@always"]
+)
+def test_what_cannot_be_seen_is_never_called_gone(
+    pretend: Pretend, market: VastMarket, clock: Clock, fault: str
+) -> None:
+    pretend.rented()
+    pretend.arm(fault)
+    result = _destroy(market, clock, deadline_s=60)
+    assert not result.gone and not result.clean and result.reason
+
+
+def test_a_revoked_key_answers_404_and_nothing_is_called_gone(
+    pretend: Pretend, market: VastMarket, clock: Clock
+) -> None:
+    box = pretend.rented()
+    pretend.arm("auth.revoked_midway")
+    result = _destroy(market, clock, deadline_s=60, also={box})
+    assert result.unverified == (box,) and "auth_error" in result.reason
+    assert pretend.market.alive()
+
+
+def test_a_box_whose_label_was_lost_goes_by_its_id(pretend: Pretend, market: VastMarket, clock: Clock) -> None:
+    box = pretend.rented()
+    pretend.market.contracts[box].label = None
+    assert _destroy(market, clock).gone == ()
+    assert pretend.market.alive()
+    assert _destroy(market, clock, also={box}).gone == (box,)
+    assert not pretend.market.alive()
+
+
+def test_the_deadline_is_kept(pretend: Pretend, market: VastMarket, clock: Clock) -> None:
+    pretend.rented()
+    pretend.arm("destroy.200_but_stays=1000@always")
+    began = clock.now
+    _destroy(market, clock, deadline_s=60)
+    assert clock.now - began < 75
+
+
+def test_only_the_boxes_that_are_named_go(pretend: Pretend, market: VastMarket, clock: Clock) -> None:
+    first, second = pretend.rented(attempt=1), pretend.rented(attempt=2)
+    result = destroy_boxes(market, FLOW_RUN, {first}, clock=clock, sleep=clock.sleep)
+    assert result.gone == (first,)
+    assert [box.id for box in pretend.market.alive()] == [second]
+
+
+def test_intents_are_closed_and_an_old_alarm_goes(
+    pretend: Pretend, market: VastMarket, clock: Clock, store: Store
+) -> None:
+    _intent(store, 1, instance_id=pretend.rented(), state="created")
+    _intent(store, 2, state="unresolved")
+    _intent(store, 3, state="refused")
+    store.put_bytes(layout.alarm(FLOW_RUN), b"{}")
+    assert _destroy(market, clock, store=store).clean
+    assert [_state(store, attempt) for attempt in (1, 2, 3)] == ["destroyed", "destroyed", "refused"]
+    assert store.get_bytes(layout.alarm(FLOW_RUN)) is None
+
+
+def test_what_is_not_verified_is_written_down_as_an_alarm(
+    pretend: Pretend, market: VastMarket, clock: Clock, store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    box = pretend.rented()
+    _intent(store, instance_id=box)
+    pretend.arm("destroy.200_but_stays=1000@always")
+    _destroy(market, clock, deadline_s=30, store=store)
+    alarm = json.loads(store.get_bytes(layout.alarm(FLOW_RUN)) or b"")
+    assert alarm["what"] == "destroy_unverified" and alarm["instances"] == [box]
+    assert _state(store) == "created"
+    assert "DESTROY UNVERIFIED" in caplog.text
+
+
+def test_a_bucket_that_does_not_answer_stops_no_destroy(pretend: Pretend, market: VastMarket, clock: Clock) -> None:
+    pretend.rented()
+    assert _destroy(market, clock, store=dead_store()).clean
+    assert not pretend.market.alive()
+
+
+def test_in_a_hurry_the_environment_is_enough(pretend: Pretend, environment: dict[str, str]) -> None:
+    box = pretend.rented()
+    began = time.monotonic()
+    result = destroy_in_a_hurry(FLOW_RUN)
+    assert result.gone == (box,) and not pretend.market.alive()
+    assert time.monotonic() - began < 15
+
+
+def test_in_a_hurry_a_box_with_a_lost_label_is_found_by_its_intent(
+    pretend: Pretend, environment: dict[str, str], store: Store
+) -> None:
+    box = pretend.rented()
+    pretend.market.contracts[box].label = None
+    _intent(store, instance_id=box)
+    assert destroy_in_a_hurry(FLOW_RUN).gone == (box,)
+
+
+def test_in_a_hurry_a_held_box_is_kept_and_one_whose_hold_has_ended_is_not(
+    pretend: Pretend, environment: dict[str, str], store: Store
+) -> None:
+    box, now = pretend.rented(), time.time()
+    hold(store, FLOW_RUN, "r", now=now, until=now + 3600)
+    assert destroy_in_a_hurry(FLOW_RUN).kept_until == pytest.approx(now + 3600)
+    assert pretend.market.alive()
+    hold(store, FLOW_RUN, "r", now=now - 7200, until=now - 1)
+    assert destroy_in_a_hurry(FLOW_RUN).gone == (box,)
+
+
+def test_in_a_hurry_missing_settings_are_said_and_nothing_is_raised(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LIVERY_MARKET_API_KEY")
+    result = destroy_in_a_hurry(FLOW_RUN)
+    assert not result.clean and "LIVERY_MARKET_API_KEY" in result.reason
+
+
+def test_in_a_hurry_a_dead_bucket_costs_seconds_and_no_box(
+    pretend: Pretend, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    box = pretend.rented()
+    monkeypatch.setenv("LIVERY_S3_ENDPOINT_URL", "http://127.0.0.1:9")
+    assert destroy_in_a_hurry(FLOW_RUN).gone == (box,)

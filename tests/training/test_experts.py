@@ -1,0 +1,118 @@
+"""Our factored experts against stock PEFT, which adds the delta to the whole stack of experts."""
+
+from __future__ import annotations
+
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.training.conftest import recipe_of
+from peft import LoraConfig, get_peft_model
+
+from training import experts
+from training.model import attach, load_base, lora_config
+
+RECIPE = recipe_of("tiny-moe")
+IDS = torch.randint(3, 700, (2, 19), generator=torch.Generator().manual_seed(0))
+
+
+def trained(model: Any, seed: int = 1) -> Any:
+    """As after some training: no lora_B is zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return model
+
+
+@pytest.fixture
+def both(tiny: Path) -> tuple[Any, Any]:
+    """The same adapted model twice: stock PEFT, and ours."""
+    torch.manual_seed(0)
+    stock = get_peft_model(load_base(tiny / "model", RECIPE), lora_config(RECIPE.adapters, RECIPE.model.family))
+    ours = attach(load_base(tiny / "model", RECIPE), RECIPE, None)
+    ours.load_state_dict(stock.state_dict())
+    return trained(stock), trained(ours)
+
+
+def logits(model: Any) -> torch.Tensor:
+    return model(input_ids=IDS, use_cache=False).logits
+
+
+def test_the_factored_forward_and_gradients_equal_stock_peft(both: tuple[Any, Any]) -> None:
+    stock, ours = both
+    for model in both:
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    torch.testing.assert_close(logits(ours), logits(stock), rtol=1e-4, atol=1e-4)
+    stock_grads = {name: p.grad for name, p in stock.named_parameters() if p.grad is not None}
+    our_grads = {name: p.grad for name, p in ours.named_parameters() if p.grad is not None}
+    assert stock_grads.keys() == our_grads.keys()
+    for name, grad in stock_grads.items():
+        assert float((grad - our_grads[name]).norm()) <= 1e-4 * float(grad.norm()) + 1e-8, name
+
+
+def test_reading_lora_b_with_the_experts_slowest_would_be_seen(
+    both: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, ours = both
+    right = experts._factors
+
+    def wrong(wrapper: Any, adapter: str) -> tuple[torch.Tensor, torch.Tensor, float]:
+        a, _, scale = right(wrapper, adapter)
+        flat = wrapper.lora_B[adapter].weight
+        return a, flat.reshape(flat.shape[0], wrapper.num_experts, -1).permute(1, 0, 2).contiguous(), scale
+
+    monkeypatch.setattr(experts, "_factors", wrong)
+    assert float((logits(ours) - logits(stock)).abs().max()) > 1e-2
+
+
+def test_torch_grouped_mm_equals_the_plain_reference_with_an_empty_expert() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, w = torch.randn(10, 16, generator=generator), torch.randn(4, 16, 8, generator=generator)
+    ends = torch.tensor([3, 3, 9, 10], dtype=torch.int32)
+    torch.testing.assert_close(experts.torch_grouped_mm(x, w, ends), experts.reference_grouped_mm(x, w, ends))
+
+
+def test_a_rank_that_is_no_multiple_of_eight_is_padded(tiny: Path) -> None:
+    torch.manual_seed(0)
+    config = LoraConfig(r=3, lora_alpha=6, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    model = trained(get_peft_model(load_base(tiny / "model", RECIPE), config))
+    wanted = logits(model).detach()
+    assert experts.install(model) == 4
+    torch.testing.assert_close(logits(model), wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_switching_the_adapter_off_gives_the_base(tiny: Path, both: tuple[Any, Any]) -> None:
+    base, ours = load_base(tiny / "model", RECIPE), both[1]
+    with ours.disable_adapter():
+        torch.testing.assert_close(logits(ours), logits(base), rtol=1e-4, atol=1e-4)
+
+
+def test_merging_gives_the_same_answers(both: tuple[Any, Any]) -> None:
+    ours = both[1]
+    wanted = logits(ours).detach()
+    ours.merge_adapter()
+    torch.testing.assert_close(logits(ours), wanted, rtol=1e-3, atol=1e-3)
+    ours.unmerge_adapter()
+    torch.testing.assert_close(logits(ours), wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_every_forward_is_counted_and_a_replaced_one_is_named(both: tuple[Any, Any]) -> None:
+    ours = both[1]
+    before = experts.calls(ours)
+    logits(ours)
+    assert all(count == before[name] + 1 for name, count in experts.calls(ours).items())
+    assert experts.replaced(ours) == {}
+    name, wrapper = next(experts.outer_wrappers(ours))
+    wrapper.forward = types.MethodType(somebody_elses_forward, wrapper)
+    replaced = experts.replaced(ours)
+    assert list(replaced) == [name]
+    assert "somebody_elses_forward" in replaced[name]
+
+
+def somebody_elses_forward(self: Any, *arguments: Any) -> Any:
+    base = self.base_layer.base_layer
+    return base(*arguments)
