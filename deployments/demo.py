@@ -103,7 +103,7 @@ def conclude(up: Up, run_id: str, state: str, seconds: float) -> int:
     if phases:
         _print_phases(phases)
     print(table(receipt) if receipt else "receipt: none was written")
-    if receipt and store.size(f"{layout.adapter(receipt.run)}adapter_model.safetensors"):
+    if receipt and store.size(layout.exported(receipt.run)):
         print(f"adapter: s3://{up.environ['LIVERY_BUCKET']}/{layout.adapter(receipt.run)}")
     world = up.rehearsal.control.state()
     left, rate = world["instances_left"], world["billed_now_usd_per_h"]

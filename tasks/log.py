@@ -31,6 +31,20 @@ def guard_secrets(settings: Settings) -> None:
     _install()
 
 
+def to_terminal() -> None:
+    """Let our own lines through, to the run's page and to the terminal alike; the SSH library's are about connections we reopen anyway."""
+    for name in ("tasks", "flows"):
+        logger = logging.getLogger(name)
+        logger.setLevel(logging.INFO)
+        if not logger.handlers:
+            handler = logging.StreamHandler()
+            handler.setFormatter(
+                logging.Formatter("%(asctime)s.%(msecs)03d | %(levelname)-7s | %(message)s", "%H:%M:%S")
+            )
+            logger.addHandler(handler)
+    logging.getLogger("paramiko").setLevel(logging.CRITICAL)
+
+
 def _install() -> None:
     # A filter on a logger does not see its children's records, and handlers come and go under Prefect: the record factory sees all.
     current = logging.getLogRecordFactory()

@@ -53,9 +53,7 @@ class Run:
         self.remote: Remote | None = None
         self.watcher: Watcher | None = None
         self._alive: tuple[int, Remote] | None = None
-        self.exported = (
-            store.size(f"{layout.adapter(recipe.name)}adapter_model.safetensors") is not None and not self.phases_left()
-        )
+        self.exported = store.size(layout.exported(recipe.name)) is not None and not self.phases_left()
         self.attempts = 0
         self.tried: set[int] = set()
         self.destruction: Destruction | None = None

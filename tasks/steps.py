@@ -20,7 +20,7 @@ from tasks.destroy import destroy_run
 from tasks.domain import Box, Destruction, RankedOffer
 from tasks.errors import BoxError, LiveryError, UserError
 from tasks.guard import box_guard
-from tasks.log import guard_secrets
+from tasks.log import guard_secrets, to_terminal
 from tasks.market import open_market
 from tasks.receipt import dollars
 from tasks.recipes import find_recipe, load_recipe
@@ -48,11 +48,12 @@ _PLAIN: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
 _RETRIED: dict[str, Any] = {**_PLAIN, "retries": 2, "retry_delay_seconds": [2, 10], "retry_condition_fn": _unforeseen}
 
 
-@task(name="prepare", timeout_seconds=_HOUR, **_RETRIED)
+@task(name="prepare", task_run_name="prepare", timeout_seconds=_HOUR, **_RETRIED)
 def prepare(recipe: str, overrides: Mapping[str, Any]) -> Run:
     """Everything that can be wrong for free: settings, recipe, bucket, data, market key. Nothing is rented."""
     current = settings()
     guard_secrets(current)
+    to_terminal()
     wanted = load_recipe(recipe, overrides)
     if wanted.budget.max_hours > current.max_age_hours:
         raise UserError(
@@ -65,7 +66,7 @@ def prepare(recipe: str, overrides: Mapping[str, Any]) -> Run:
     return Run(resolved, digests, str(runtime.flow_run.id), market, store, current)
 
 
-@task(name="plan", timeout_seconds=10 * _MINUTE, **_RETRIED)
+@task(name="plan", task_run_name="plan", timeout_seconds=10 * _MINUTE, **_RETRIED)
 def plan(run: Run) -> None:
     """What it will take, and the offers that fit; shown before anything is rented."""
     planned = offers.plan_run(
@@ -127,37 +128,37 @@ def rent(run: Run, offer: RankedOffer, attempt: int) -> Box:
     return boxes.rent(run, offer, attempt)
 
 
-@task(name="check box", timeout_seconds=10 * _MINUTE, **_RETRIED)
+@task(name="check box", task_run_name="check box", timeout_seconds=10 * _MINUTE, **_RETRIED)
 def check_box(run: Run, box: Box) -> None:
     """Preflight A at the first login: card, driver, memory, disk, pids, clock."""
     boxes.check(run)
 
 
-@task(name="install transfer", timeout_seconds=_HOUR, **_RETRIED)
+@task(name="install transfer", task_run_name="install transfer", timeout_seconds=_HOUR, **_RETRIED)
 def install_transfer(run: Run, box: Box) -> None:
     """The small environment that moves files, so that the model is on its way while the large one installs."""
     boxes.install_transfer(run)
 
 
-@task(name="check links", timeout_seconds=10 * _MINUTE, **_RETRIED)
+@task(name="check links", task_run_name="check links", timeout_seconds=10 * _MINUTE, **_RETRIED)
 def check_links(run: Run, box: Box) -> None:
     """Up- and downlink measured to the real bucket: advertised numbers are to a server next door."""
     boxes.check_links(run)
 
 
-@task(name="install training", timeout_seconds=2 * _HOUR, **_RETRIED)
+@task(name="install training", task_run_name="install training", timeout_seconds=2 * _HOUR, **_RETRIED)
 def install_training(run: Run, box: Box) -> None:
     """The pinned training packages, proved by an import probe that answers with our nonce."""
     boxes.install_training(run)
 
 
-@task(name="check device", timeout_seconds=20 * _MINUTE, **_RETRIED)
+@task(name="check device", task_run_name="check device", timeout_seconds=20 * _MINUTE, **_RETRIED)
 def check_device(run: Run, box: Box) -> None:
     """Preflight B in the installed environment: the card really computes."""
     boxes.check_device(run)
 
 
-@task(name="prefetch", timeout_seconds=12 * _HOUR, **_RETRIED)
+@task(name="prefetch", task_run_name="prefetch", timeout_seconds=12 * _HOUR, **_RETRIED)
 def prefetch(run: Run, box: Box) -> None:
     """The base model and the data, within the recipe's bandwidth budget."""
     boxes.prefetch(run)
@@ -184,7 +185,7 @@ def upload(run: Run, box: Box, phase: str) -> None:
     artifacts.show_phases(artifacts.phase_rows(run.recipe, run.view, run.manifests))
 
 
-@task(name="evaluate", timeout_seconds=12 * _HOUR, **_RETRIED)
+@task(name="evaluate", task_run_name="evaluate", timeout_seconds=12 * _HOUR, **_RETRIED)
 def evaluate(run: Run, box: Box) -> None:
     """The adapter's score on the held-out rows, if the recipe has any."""
     if run.recipe.evaluation.data:
@@ -194,7 +195,7 @@ def evaluate(run: Run, box: Box) -> None:
             )
 
 
-@task(name="export", timeout_seconds=12 * _HOUR, **_RETRIED)
+@task(name="export", task_run_name="export", timeout_seconds=12 * _HOUR, **_RETRIED)
 def export(run: Run, box: Box) -> None:
     """Wait until the adapter lies in the bucket as stock PEFT loads it."""
     with run.flight.span("export"):
@@ -220,7 +221,7 @@ def destroy(run: Run) -> Destruction:
     return destroy_run(run.market, run.flow_run_id, store=run.store)
 
 
-@task(name="give back", tags=["teardown"], timeout_seconds=20 * _MINUTE, **_PLAIN)
+@task(name="give back", task_run_name="give back", tags=["teardown"], timeout_seconds=20 * _MINUTE, **_PLAIN)
 def give_back(run: Run, error: BoxError) -> None:
     """A box that will not do: save its story, destroy it, remember the machine if it is to blame."""
     boxes.give_back(run, error)

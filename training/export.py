@@ -25,8 +25,11 @@ def export(store: Store, run: str, source: Path, names: Sequence[str], base: str
         config.unlink()  # a hard link: writing into it would change the checkpoint
         config.write_text(json.dumps(content, indent=2, sort_keys=True), encoding="utf-8")
     prefix = layout.adapter(run)
-    files = {}
+    files, digests = {}, {}
     for name in names:
-        store.upload_file(directory / name, prefix + name, sha256=sha256_of(directory / name))
+        digests[name] = sha256_of(directory / name)
+        store.upload_file(directory / name, prefix + name, sha256=digests[name])
         files[name] = (directory / name).stat().st_size
+    # Last, like a manifest: an adapter without it is half an adapter.
+    store.put_bytes(layout.exported(run), json.dumps({"run": run, "base": base, "sha256": digests}, indent=1).encode())
     return Exported(prefix=prefix, files=files)

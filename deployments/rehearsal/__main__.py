@@ -17,10 +17,10 @@ def main(arguments: list[str] | None = None) -> int:
     if options.faults:
         print(table())
         return 0
-    from deployments.rehearsal import server  # only now: --help and --faults need no web server
+    from deployments.rehearsal import lifetime  # only now: --help and --faults need none of it
 
-    print(server.ssh_server_notice(), flush=True)
-    settings = server.Options(
+    print(lifetime.ssh_server_notice(), flush=True)
+    settings = lifetime.Options(
         root=options.root,
         port=options.port,
         faults=options.fault,
@@ -29,10 +29,11 @@ def main(arguments: list[str] | None = None) -> int:
         clock_ahead_s=options.clock_ahead_s,
         env_file=options.env_file,
         outlive_parent=options.outlive_parent,
+        parent_pid=options.parent_pid,
         keep_bucket=options.keep_bucket,
     )
     try:
-        asyncio.run(server.serve(settings, lambda env: _announce(env, options.root)))
+        asyncio.run(lifetime.serve(settings, lambda env: _announce(env, options.root)))
     except (RuntimeError, ValueError, OSError) as problem:
         print(f"rehearsal: {problem}", file=sys.stderr)
         return 1
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--clock-ahead-s", type=float, default=0.0, help="the market's clock ahead of the real one")
     parser.add_argument("--env-file", type=Path, help="also write the environment here (mode 0600)")
     parser.add_argument("--outlive-parent", action="store_true", help="go on when the process that started it ends")
+    parser.add_argument("--parent-pid", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--keep-bucket", action="store_true", help="keep the data of the last start, and leave it")
     return parser
 

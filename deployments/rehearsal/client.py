@@ -26,7 +26,7 @@ class ControlClient:
         self._http = httpx.Client(base_url=f"{url}/_rehearsal", timeout=30.0, trust_env=False)
 
     def state(self) -> dict[str, Any]:
-        """Every instance ever rented, dollars, faults and bytes; see `server.state_of` for the keys."""
+        """Every instance ever rented, dollars, faults and bytes; see `web.state_of` for the keys."""
         return self._json(self._http.get("/state"))
 
     def arm(self, spec: str) -> None:
@@ -111,6 +111,8 @@ def start(
     command = [sys.executable, "-m", "deployments.rehearsal", "--root", str(root), "--port", str(port)]
     command += ["--boot-s", str(boot_s), "--pace", str(pace), "--clock-ahead-s", str(clock_ahead_s)]
     command += [word for spec in faults for word in ("--fault", spec)]
+    # By number, for if we end before it has looked who its parent is.
+    command += ["--parent-pid", str(os.getpid())]
     command += ["--outlive-parent"] * outlive_parent + ["--keep-bucket"] * keep_bucket
     command += ["--env-file", str(env_file.absolute())] if env_file is not None else []
     with open(root / "rehearsal.log", "wb") as log:

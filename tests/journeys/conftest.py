@@ -19,6 +19,7 @@ from deployments import rehearsal
 from deployments.processes import Child
 from deployments.up import running
 from tasks.domain import Receipt
+from tasks.recipes import shipped
 from training.box.store import Store
 from training.contract import layout
 
@@ -60,11 +61,23 @@ class Journey:
         child.process.wait(JOURNEY_S)
         return self.landed(child)
 
+    def recipe(self, *changes: str) -> str:
+        """The counting recipe with some words replaced (old, new, old, new …), as a file of this journey."""
+        text = shipped()["counting"].read_text()
+        for old, new in zip(changes[::2], changes[1::2], strict=True):
+            assert old in text, f"the recipe has no '{old}'"
+            text = text.replace(old, new)
+        path = self.folder / "changed.yaml"
+        path.write_text(text)
+        return str(path)
+
     def take_off(self, recipe: str = "counting", **parameters: Any) -> Child:
         """Start the flow and come back at once."""
         program = "import json, sys; from flows.finetune import finetune; finetune(**json.loads(sys.argv[1]))"
         log = self.folder / f"flow-{len(self.children)}.log"
-        child = Child("flow", [sys.executable, "-c", program, json.dumps({"recipe": recipe, **parameters})], self.environ, log)
+        child = Child(
+            "flow", [sys.executable, "-c", program, json.dumps({"recipe": recipe, **parameters})], self.environ, log
+        )
         self.children.append(child)
         return child
 
@@ -75,7 +88,15 @@ class Journey:
 
     def reap(self) -> str:
         """One sweep of the reaper, without Prefect."""
-        done = subprocess.run([sys.executable, "-m", "flows.reaper", "--once"], env=self.environ, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [sys.executable, "-m", "flows.reaper", "--once"],
+            env=self.environ,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         return done.stdout + done.stderr
 
     def labels(self) -> list[str]:
@@ -99,11 +120,15 @@ class Journey:
     def wait_for(self, what: Callable[[], bool], seconds: float = 60) -> None:
         end = time.monotonic() + seconds
         while not what():
-            assert time.monotonic() < end, "waited in vain; the flow said:\n" + "\n".join(child.tail(40) for child in self.children)
+            assert time.monotonic() < end, "waited in vain; the flow said:\n" + "\n".join(
+                child.tail(40) for child in self.children
+            )
             time.sleep(0.1)
 
     def said(self, words: str) -> bool:
-        return any(words in child.log_path.read_text(errors="replace") for child in self.children if child.log_path.exists())
+        return any(
+            words in child.log_path.read_text(errors="replace") for child in self.children if child.log_path.exists()
+        )
 
 
 @pytest.fixture
@@ -113,8 +138,21 @@ def journey(tmp_path: Path, prefect_api: str) -> Iterator[Callable[..., Journey]
 
         def make(*faults: str, **environ: str) -> Journey:
             world = stack.enter_context(rehearsal.start(tmp_path / "rehearsal", faults=faults, boot_s=0.3, pace=0.02))
-            pace = {"LIVERY_LEASE_S": "6", "LIVERY_LEASE_RENEW_S": "1", "LIVERY_POLL_S": "0.3", "LIVERY_STATE_DIR": str(tmp_path / "state")}
-            variables = {**os.environ, **world.env, **pace, "PREFECT_API_URL": prefect_api, "PREFECT_HOME": str(tmp_path / "home"), "PREFECT_LOGGING_EXTRA_LOGGERS": "tasks,flows", **environ}
+            pace = {
+                "LIVERY_LEASE_S": "6",
+                "LIVERY_LEASE_RENEW_S": "1",
+                "LIVERY_POLL_S": "0.3",
+                "LIVERY_STATE_DIR": str(tmp_path / "state"),
+            }
+            variables = {
+                **os.environ,
+                **world.env,
+                **pace,
+                "PREFECT_API_URL": prefect_api,
+                "PREFECT_HOME": str(tmp_path / "home"),
+                "PREFECT_LOGGING_EXTRA_LOGGERS": "tasks,flows",
+                **environ,
+            }
             store = Store(
                 world.env["LIVERY_BUCKET"],
                 endpoint_url=world.env["LIVERY_S3_ENDPOINT_URL"],
@@ -133,7 +171,16 @@ def journey(tmp_path: Path, prefect_api: str) -> Iterator[Callable[..., Journey]
 # The counting trainer reads no weights, but the prefetch moves them: a few hundred kilobytes are enough to be measured.
 _MODEL = {"model.safetensors": os.urandom(300_000), "config.json": b"{}"}
 _CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
-_TOOLS = [{"type": "function", "function": {"name": "get_weather", "description": "Weather.", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}}]
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Weather.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+]
 _ASKED = {"role": "user", "content": "Weather in Oslo?"}
 _CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
 _SAID = {"role": "assistant", "content": "I do not know."}
@@ -142,7 +189,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "sft": [{"messages": [_ASKED, _CALLED], "tools": _TOOLS}] * 8,
     "dpo": [{"prompt": [_ASKED], "chosen": [_CALLED], "rejected": [_SAID], "tools": _TOOLS}] * 8,
     "kto": [{"prompt": [_ASKED], "completion": [_CALLED], "label": n % 2 == 0, "tools": _TOOLS} for n in range(8)],
-    "grpo": [{"messages": [_ASKED], "tools": _TOOLS, "answer": {"name": "get_weather", "arguments": {"city": "Oslo"}}}] * 8,
+    "grpo": [{"messages": [_ASKED], "tools": _TOOLS, "answer": {"name": "get_weather", "arguments": {"city": "Oslo"}}}]
+    * 8,
 }
 
 

@@ -94,6 +94,7 @@ def pretend_market(clock: Clock, pace: float = 0.0) -> Iterator[Pretend]:
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        wbufsize = 1 << 16  # head and body in one segment: in two, each reply waits 40 ms for a delayed ACK
 
         def _handle(self) -> None:
             path, _, query = self.path.partition("?")

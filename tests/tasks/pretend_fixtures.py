@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
@@ -29,15 +30,20 @@ def bucket_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
         bucket.stop(keep=False)
 
 
-@pytest.fixture
-def store(bucket_server: Bucket) -> Store:
-    """An empty bucket of its own for each test."""
+@pytest.fixture(scope="session")
+def bucket_admin(bucket_server: Bucket) -> Any:
     keys = {
         "aws_access_key_id": bucket_server.control.access_key_id,
         "aws_secret_access_key": bucket_server.control.secret_access_key,
     }
+    return boto3.client("s3", endpoint_url=bucket_server.endpoint_url, region_name=REGION, **keys)
+
+
+@pytest.fixture
+def store(bucket_server: Bucket, bucket_admin: Any) -> Store:
+    """An empty bucket of its own for each test."""
     name = f"test-{next(_names):04d}"
-    boto3.client("s3", endpoint_url=bucket_server.endpoint_url, region_name=REGION, **keys).create_bucket(Bucket=name)
+    bucket_admin.create_bucket(Bucket=name)
     return Store(
         name,
         endpoint_url=bucket_server.endpoint_url,

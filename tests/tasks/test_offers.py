@@ -53,7 +53,9 @@ def test_tried_and_remembered_machines_are_left_out(market: VastMarket, store: S
 def test_no_offer_says_what_each_filter_removed_and_what_to_write(market: VastMarket, store: Store) -> None:
     plan = plan_run(rehearsal_recipe(box={"max_dph_usd": 0.01}), market, store, now=NOW)
     assert plan.run_usd is None and plan.hours > 0
-    with pytest.raises(NoOffers, match=r"none of 4 .*\n  price: 4 \(raise box.max_dph_usd; would give \$0\.30") as caught:
+    with pytest.raises(
+        NoOffers, match=r"none of 4 .*\n  price: 4 \(raise box.max_dph_usd; would give \$0\.30"
+    ) as caught:
         best_offer(plan)
     assert caught.value.exit_code == 3
 
@@ -103,9 +105,7 @@ def _manifest(wanted: Recipe, kind: str, *, step: int = 100, digest: str = "") -
     )
 
 
-@pytest.mark.parametrize(
-    ("step", "digest", "done"), [(100, "", ("sft",)), (50, "", ()), (100, "f" * 64, ())]
-)
+@pytest.mark.parametrize(("step", "digest", "done"), [(100, "", ("sft",)), (50, "", ()), (100, "f" * 64, ())])
 def test_a_phase_is_done_by_a_complete_manifest_of_this_recipe(
     store: Store, step: int, digest: str, done: tuple[str, ...]
 ) -> None:

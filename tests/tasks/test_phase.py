@@ -82,3 +82,15 @@ def test_an_upload_that_stands_still_is_given_up() -> None:
 def test_an_upload_is_not_judged_while_the_phase_still_trains() -> None:
     watch = UplinkWatch("sft", BUDGET, lambda: 1e9)
     watch(RunView())
+
+
+def test_a_checkpoint_that_waits_for_its_turn_is_given_its_whole_budget_and_no_more() -> None:
+    now = [0.0]
+    watch = UplinkWatch("sft", BUDGET, lambda: now[0])
+    view = RunView()
+    view.absorb([PhaseEnd(phase="sft", step=1, max_steps=1, complete=True)])
+    for now[0] in range(0, 100):
+        watch(view)
+    now[0] = 101
+    with pytest.raises(TransferFailed, match="not durable 101 s after training"):
+        watch(view)

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.training.conftest import recipe_of
 from datasets import Dataset
 
+from tests.training.conftest import recipe_of
 from training import data
 from training.contract.rows import RowError, read_rows
 from training.model import load_tokenizer

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training.conftest import recipe_of
 from peft import LoraConfig, get_peft_model
 
+from tests.training.conftest import recipe_of
 from training import experts
 from training.model import attach, load_base, lora_config
 

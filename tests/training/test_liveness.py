@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training.conftest import recipe_of
 from peft import get_peft_model
 from transformers import TrainerControl
 
+from tests.training.conftest import recipe_of
 from training import experts, liveness
 from training.contract.recipe import Adapters
 from training.liveness import Guard, LivenessError

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.training.conftest import recipe_of
 
+from tests.training.conftest import recipe_of
 from training import packing
 from training.model import attach, load_base, lora_tensors
 

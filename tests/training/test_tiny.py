@@ -20,6 +20,7 @@ def digests(directory: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.train
 def test_a_second_run_in_another_process_writes_the_same_bytes(tiny: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "training.tiny", "--out", str(tmp_path)]
     subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": "7"}, capture_output=True)

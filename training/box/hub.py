@@ -19,7 +19,12 @@ Progress = Callable[[int, int], None]
 def settings(attempt: int) -> dict[str, str]:
     """Environment for huggingface_hub, which reads it at import. Its downloader's threads are bounded (a container's pids.max was hit),
     and from the second try on the plain way is taken: the fast one has hung."""
-    chosen = {"HF_HUB_DISABLE_TELEMETRY": "1", "TOKIO_WORKER_THREADS": "8", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    chosen = {
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        "HF_HUB_OFFLINE": "0",  # training runs offline; this is the one moment that may not
+        "TOKIO_WORKER_THREADS": "8",
+    }
     return {**chosen, "HF_HUB_DISABLE_XET": "1"} if attempt else {**chosen, "HF_XET_HIGH_PERFORMANCE": "1"}
 
 

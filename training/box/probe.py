@@ -25,7 +25,9 @@ from training.contract.checks import Check, CheckReport
 from training.contract.recipe import Assignment, Recipe
 
 BASE = ("pydantic", "boto3", "huggingface_hub")
-HEAVY = ("torch", "transformers", "peft", "trl", "datasets", "accelerate", "safetensors")
+HEAVY = ("torch", "transformers", "peft", "trl")
+# Their versions count, but each costs seconds to import and comes along with the four above where it is used.
+VERSIONS_ONLY = ("datasets", "accelerate", "safetensors")
 # The first two replace forwards when they are merely imported; the third is found by its presence and used unasked.
 FORBIDDEN = ("unsloth", "unsloth_zoo", "axolotl", "liger_kernel")
 # Below these relative errors of bf16 (8 bits of mantissa) and fp32 products of this size are rounding, above them they are wrong.
@@ -48,12 +50,12 @@ def main(argv: list[str]) -> int:
 
 def probe_imports(recipe: Recipe, constraints: Path, nonce: str) -> CheckReport:
     """Import what the recipe's trainer needs and compare the versions with the pins."""
-    names = (*BASE, *(HEAVY if recipe.trainer == "trl" else ()))
+    imported = (*BASE, *(HEAVY if recipe.trainer == "trl" else ()))
+    pinned = (*imported, *(VERSIONS_ONLY if recipe.trainer == "trl" else ()))
     pins = read_pins(constraints)
-    checks: list[Check] = []
     facts: dict[str, str] = {"python": sys.version.split()[0], "prefix": sys.prefix}
-    for name in names:
-        checks.append(_imported(name))
+    checks = [_imported(name) for name in imported]
+    for name in pinned:
         facts[name] = _version(name) or ""
         checks.extend(_pinned(name, facts[name], pins.get(_normal(name))))
     checks.extend(_absent(name) for name in FORBIDDEN)

@@ -22,8 +22,6 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-import boto3
-from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
 
 T = TypeVar("T")
@@ -77,6 +75,8 @@ class Store:
         stall_s: float = 15,
         session_token: str | None = None,
     ) -> None:
+        import boto3  # most of a second: a process that only names this module's errors does not pay it
+
         self.bucket = bucket
         self.where = f"bucket '{bucket}'" + (f" at {endpoint_url}" if endpoint_url else "")
         self._client: Any = boto3.session.Session().client(
@@ -514,7 +514,9 @@ class _Counted(io.BytesIO):
         return chunk
 
 
-def _config(stall_s: float, *, path_style: bool) -> Config:
+def _config(stall_s: float, *, path_style: bool) -> Any:
+    from botocore.config import Config
+
     return Config(
         signature_version="s3v4",
         connect_timeout=stall_s,

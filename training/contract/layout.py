@@ -63,6 +63,11 @@ def adapter(name: str) -> str:
     return f"runs/{name}/adapter/"
 
 
+def exported(name: str) -> str:
+    """Written after the adapter's files, with their digests: the run is over when it is there."""
+    return f"{adapter(name)}exported.json"
+
+
 def events(name: str, flow_run_id: str, attempt: int) -> str:
     return f"runs/{name}/events/{flow_run_id}/{attempt:03d}.jsonl"
 

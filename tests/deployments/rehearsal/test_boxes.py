@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import getpass
 import json
 import os
@@ -23,7 +25,10 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from deployments.rehearsal import box as box_module
 from deployments.rehearsal import start
+from deployments.rehearsal.bucket import Bucket
+from deployments.rehearsal.market import Market, Rental
 from deployments.rehearsal.processes import MARKER
+from deployments.rehearsal.world import World
 from tests.deployments.rehearsal.conftest import Real, RealBox, connect, eventually
 
 
@@ -423,13 +428,12 @@ def test_control_loses_a_box(real: Real) -> None:
 
 def test_everything_listens_on_loopback_only(real: Real) -> None:
     real.rent()
-    family = psutil.Process(real.rehearsal.process.pid).children(recursive=True)
-    listening = [
-        c.laddr.ip
-        for process in [psutil.Process(real.rehearsal.process.pid), *family]
-        for c in process.net_connections("tcp")
-        if c.status == psutil.CONN_LISTEN
-    ]
+    server = psutil.Process(real.rehearsal.process.pid)
+    listening = []
+    for process in [server, *server.children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # a shell may end while we look
+            found = process.net_connections("tcp")
+            listening += [c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN]
     assert len(listening) > 10 and set(listening) == {"127.0.0.1"}
 
 
@@ -470,6 +474,33 @@ def test_without_namespaces_a_boxs_processes_are_found_by_their_mark(
     assert processes_of(str(tmp_path / "box")) == []
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", box.port))
+
+
+def test_a_box_whose_port_was_taken_starts_again_on_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free_port, taken = box_module.free_port, socket.create_server(("127.0.0.1", 0))
+    ports = iter([taken.getsockname()[1], free_port()])
+    monkeypatch.setattr(box_module, "free_port", lambda: next(ports))
+
+    async def rent() -> bool:
+        world = World(tmp_path, Bucket(tmp_path / "bucket"))
+        market = Market(time.time, host=world, boot_s=0)
+        contract = market.rent(market.offers[24002001], Rental(20.0))
+        market.settle()
+        guest = world.guests[contract.id]
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+            if guest.box.port != taken.getsockname()[1] and await asyncio.to_thread(guest.box.answers):
+                break
+        assert guest.direct is not None
+        reader, writer = await asyncio.open_connection("127.0.0.1", guest.direct.port)
+        greeting = await asyncio.wait_for(reader.read(4), 5)
+        writer.close()
+        await world.close(market)
+        return greeting == b"SSH-"
+
+    assert asyncio.run(rent())
+    taken.close()
+    assert list((tmp_path / "boxes").iterdir()) == []
 
 
 def test_a_rehearsal_killed_outright_takes_its_boxes_with_it_on_linux(tmp_path: Path, ssh_key: Path) -> None:

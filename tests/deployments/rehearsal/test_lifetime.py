@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -16,8 +17,8 @@ import pytest
 
 from deployments.rehearsal import bucket, start
 from deployments.rehearsal.client import read_env
+from deployments.rehearsal.lifetime import remove_leftovers
 from deployments.rehearsal.processes import MARKER, kill_under
-from deployments.rehearsal.server import remove_leftovers
 from tests.deployments.rehearsal.conftest import connect, eventually
 
 REPOSITORY = Path(__file__).parents[3]
@@ -147,6 +148,33 @@ def test_kill_under_also_ends_what_forks_meanwhile(tmp_path: Path) -> None:
 def test_a_bad_fault_ends_the_start_with_its_reason(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"nearest: .*list\.410"):
         start(tmp_path, faults=["list.401"])
+    assert marked(tmp_path) == []
+
+
+def test_a_bucket_whose_port_was_taken_starts_again_on_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    free_base, bases = bucket.free_base, []
+
+    def first_taken() -> int:
+        bases.append(free_base())
+        return taken.getsockname()[1] if len(bases) == 1 else bases[-1]
+
+    monkeypatch.setattr(bucket, "free_base", first_taken)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        server = bucket.Bucket(tmp_path / "bucket")
+        server.start()
+        try:
+            server.wait_ready()
+            assert server.port == bases[1]
+        finally:
+            server.stop(keep=False)
+    assert not server.directory.exists()
+
+
+def test_a_port_in_use_ends_the_start_with_its_number(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(RuntimeError, match=f"port {port}: Address already in use"):
+            start(tmp_path, port=port)
     assert marked(tmp_path) == []
 
 

@@ -11,13 +11,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from deployments.rehearsal.box import uv_cache_dir, uv_program
 from tasks.domain import Endpoint
 from tasks.remote.bundle import box_zip
 from tasks.remote.ssh import Remote, make_key
 from tests.training.box.netfault import Link
+from training.contract.recipe import Recipe
 
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 
@@ -37,7 +40,10 @@ class SshBox:
         self.let_in(public_key)
         base = Path(sys.base_prefix) / "bin" / "python3"
         self.script("bin/python3", f'exec {base} "$@"')
-        self.environ: dict[str, str] = {}
+        self.environ: dict[str, str] = {"UV_OFFLINE": "1"}
+        if (uv := uv_program()) is not None:  # as a rented box, but from this machine's cache: no test leaves it
+            self.script("bin/uv", f'exec {uv} "$@"')
+            self.environ["UV_CACHE_DIR"] = str(uv_cache_dir())
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -120,6 +126,29 @@ class SshBox:
         ]
         (etc / "sshd_config").write_text("\n".join(lines) + "\n")
         return etc / "sshd_config"
+
+
+def counting_recipe(**changes: Any) -> Recipe:
+    """The smallest recipe: nothing is trained, and a box of this machine's size will do."""
+    return Recipe.model_validate(
+        {
+            "name": "unit",
+            "model": {"source": "bucket:models/unit", "family": "qwen3_5_moe", "size_gb": 0.001},
+            "phases": [{"kind": "sft", "data": "bucket:data/unit.jsonl", "steps": 4, "learning_rate": 0.001}],
+            "box": {
+                "tier": "rehearsal",
+                "device": "none",
+                "min_inet_up_mbps": 20,
+                "min_inet_down_mbps": 20,
+                "min_disk_free_gb": 0.01,
+                "min_host_memory_gb": 0.1,
+                "min_pids": 16,
+            },
+            "budget": {"max_usd": 1, "install_s": 120, "prefetch_s": 60, "stall_s": 3},
+            "trainer": "counting",
+            **changes,
+        }
+    )
 
 
 @pytest.fixture(scope="session")

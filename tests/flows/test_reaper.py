@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
+
+from flows import reaper as module
+from flows.reaper import reaper
+from tests.tasks.pretend import Pretend
+
+
+def _table() -> list[dict[str, Any]]:
+    with get_client(sync_client=True) as client:
+        found = client.read_artifacts(artifact_filter=ArtifactFilter(key=ArtifactFilterKey(any_=["reaper"])))
+    newest = max(found, key=lambda artifact: artifact.created)
+    rows: list[dict[str, Any]] = json.loads(str(newest.data))
+    return rows
+
+
+@pytest.fixture
+def overdue(pretend: Pretend, environment: dict[str, str]) -> int:
+    """A box whose hard end lies years back by the reaper's clock."""
+    pretend.clock.now = 1_700_000_000
+    return pretend.rented(hours=1)
+
+
+def test_a_dry_run_shows_every_box_and_destroys_none(pretend: Pretend, overdue: int) -> None:
+    assert reaper(dry_run=True, return_state=True).is_completed()
+    row = _table()[0]
+    assert row["box"] == overdue and row["outcome"] == "would be destroyed" and row["$/h"] > 0
+    assert pretend.market.alive()
+
+
+def test_an_overdue_box_is_destroyed_and_shown_with_its_reason(pretend: Pretend, overdue: int) -> None:
+    assert reaper(return_state=True).is_completed()
+    row = _table()[0]
+    assert (row["box"], row["verdict"], row["outcome"]) == (overdue, "destroy", "destroyed")
+    assert "hard end passed" in row["reason"] and not pretend.market.alive()
+
+
+def test_a_reaper_that_cannot_see_fails_loudly(pretend: Pretend, overdue: int) -> None:
+    pretend.arm("list.bad_total@always")
+    state = reaper(return_state=True)
+    assert state.is_failed() and "incomplete" in str(state.message)
+    assert pretend.market.alive()
+
+
+def test_a_run_that_is_late_leaves_the_work_to_a_later_one(
+    pretend: Pretend, overdue: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scheduled = datetime.now(UTC) - timedelta(seconds=601)
+    monkeypatch.setattr(module, "_late_s", lambda: (datetime.now(UTC) - scheduled).total_seconds())
+    state = reaper(return_state=True)
+    assert state.name == "Skipped" and pretend.calls == [] and pretend.market.alive()
+
+
+def test_a_run_started_by_hand_is_never_late() -> None:
+    assert module._late_s() == 0.0
+
+
+def test_the_flow_is_bounded_and_has_the_two_parameters_of_its_deployment() -> None:
+    assert reaper.timeout_seconds == 240
+    assert set(reaper.parameters.properties) == {"dry_run", "only_run"}

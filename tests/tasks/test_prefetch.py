@@ -1,0 +1,108 @@
+# ruff: noqa: F811 - the fixtures of the box are imported by name, and asked for by it
+"""Prefetch on a real box from a real bucket, as the flow starts and watches it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from pathlib import Path
+
+import pytest
+
+from tasks import install, prefetch, preflight
+from tasks.errors import BoxLost, PreflightFailed, TransferFailed
+from tasks.prefetch import _together
+from tasks.remote.ssh import Remote
+from tasks.rules.stalls import Sample
+from tests.tasks.remote.conftest import SshBox, box, counting_recipe, key_path, link, login, remote  # noqa: F401
+from tests.training.box.conftest import BUCKET, Weed, weed  # noqa: F401
+from tests.training.box.netfault import Link
+from training.contract import layout
+from training.contract.events import Transfer
+from training.contract.recipe import Assignment, Recipe
+
+
+@pytest.fixture
+def uplink(weed: Weed) -> Link:
+    return Link(weed.port)
+
+
+@pytest.fixture
+def recipe() -> Recipe:
+    name = f"p{secrets.token_hex(4)}"
+    return counting_recipe(
+        model={"source": f"bucket:models/{name}", "family": "qwen3_5_moe", "size_gb": 0.001},
+        phases=[{"kind": "sft", "data": f"bucket:data/{name}.jsonl", "steps": 4, "learning_rate": 0.001}],
+    )
+
+
+@pytest.fixture
+def ready(remote: Remote, weed: Weed, uplink: Link, recipe: Recipe, tmp_path: Path) -> Remote:
+    """A box with its assignment, its credentials and the transfer environment."""
+    assignment = Assignment(
+        recipe=recipe, run=recipe.name, flow_run_id="f", attempt=1, bucket=BUCKET, hard_end=int(time.time()) + 999
+    )
+    secret = "".join(f"{key}={value}\n" for key, value in weed.environ(uplink.port).items())
+    remote.put(assignment.model_dump_json().encode(), layout.BOX_ASSIGNMENT, timeout_s=10)
+    remote.put(secret.encode(), layout.BOX_PRIVATE_ENV, mode=0o600, timeout_s=10)
+    install.install_transfer(remote, recipe, tmp_path)
+    return remote
+
+
+def mirror(weed: Weed, recipe: Recipe, size: int = 2_000_000) -> None:
+    weed.store().put_bytes(f"{recipe.model.source.removeprefix('bucket:')}/model.safetensors", os.urandom(size))
+    weed.store().put_bytes(recipe.phases[0].data.removeprefix("bucket:"), b'{"messages": []}\n')
+
+
+def test_model_and_data_arrive_and_progress_is_told(ready: Remote, weed: Weed, recipe: Recipe, box: SshBox) -> None:
+    mirror(weed, recipe)
+    prefetch.start(ready, "t")
+    prefetch.start(ready, "t")  # a retry of the task
+    seen: list[Transfer] = []
+    prefetch.watch(ready, recipe, poll_s=0.2, on_transfer=seen.append)
+    assert (box.home / layout.BOX_MODEL / "model.safetensors").stat().st_size == 2_000_000
+    assert (box.home / layout.BOX_DATA / "sft.jsonl").exists()
+    assert {event.what for event in seen if event.finished} == {"prefetch model", "prefetch data"}
+
+
+def test_missing_data_is_not_held_against_the_host(ready: Remote, recipe: Recipe) -> None:
+    prefetch.start(ready, "t")
+    with pytest.raises(TransferFailed, match="does not exist; upload it") as caught:
+        prefetch.watch(ready, recipe, poll_s=0.2)
+    assert caught.value.blame == "other"
+
+
+def test_a_stalled_prefetch_fails_the_host_and_names_the_rate(
+    ready: Remote, weed: Weed, uplink: Link, recipe: Recipe
+) -> None:
+    mirror(weed, recipe)
+    uplink.freeze()
+    prefetch.start(ready, "t")
+    with pytest.raises(TransferFailed, match="Mbps") as caught:
+        prefetch.watch(ready, recipe, poll_s=0.2)
+    assert caught.value.blame == "host"
+
+
+def test_a_rebooted_box_loses_its_prefetch(
+    ready: Remote, weed: Weed, uplink: Link, recipe: Recipe, box: SshBox
+) -> None:
+    mirror(weed, recipe)
+    uplink.freeze()
+    prefetch.start(ready, "t")
+    box.reboot()
+    with pytest.raises(BoxLost, match="job is lost"):
+        prefetch.watch(ready, recipe, poll_s=0.2)
+
+
+def test_links_pass_on_a_good_line_and_fail_on_a_slow_one(ready: Remote, uplink: Link, recipe: Recipe) -> None:
+    assert preflight.check_links(ready, recipe).ok
+    uplink.up_bps = 380_000
+    with pytest.raises(PreflightFailed, match=r"uplink_mbps: seen 3\.\d Mbps, want ≥ 20 Mbps") as caught:
+        preflight.check_links(ready, recipe)
+    assert caught.value.blame == "host"
+
+
+def test_model_and_data_count_as_one_transfer() -> None:
+    joined = _together({"a": [Sample(1, 5), Sample(2, 10)], "b": [Sample(3, 7)]})
+    assert [sample.done_bytes for sample in joined] == [5, 10, 17]

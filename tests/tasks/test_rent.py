@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks.domain import Instance
+from tasks.errors import (
+    AuthError,
+    BootFailed,
+    BudgetReached,
+    DestroyUnverified,
+    MarketError,
+    OfferGone,
+    Rejected,
+    ShapeError,
+    UserError,
+)
+from tasks.market.vast import VastMarket
+from tasks.rent import rent
+from tests.tasks.pretend import (
+    FLOW_RUN,
+    OTHER_RUN,
+    PUBLIC_KEY,
+    Clock,
+    Pretend,
+    dead_store,
+    rehearsal_recipe,
+    rent_request,
+)
+from training.box.store import Store, StoreError
+from training.contract import layout
+from training.contract.recipe import Recipe
+
+
+@pytest.fixture
+def renting(pretend: Pretend, market: VastMarket, store: Store, clock: Clock, tmp_path: Path) -> Any:
+    """Rents the cheapest rehearsal offer; keyword arguments change the recipe."""
+
+    def run(wanted: Recipe | None = None, *, into: Store | None = None, **settings: Any) -> Instance:
+        wanted = wanted or rehearsal_recipe()
+        request = rent_request(market, wanted)
+        current = pretend.settings(tmp_path, market_pace=0.1, **settings)
+        pretend.calls.clear()
+        return rent(market, into or store, request, current, clock=clock, sleep=clock.sleep, destroy_s=300)
+
+    return run
+
+
+def _intent(store: Store) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(store.get_bytes(layout.intent(FLOW_RUN, 1)) or b"{}")
+    return found
+
+
+def _creates(pretend: Pretend) -> int:
+    return pretend.count("PUT", "/api/v0/asks/")
+
+
+def test_a_rented_box_runs_has_our_key_and_both_addresses(renting: Any, pretend: Pretend, store: Store) -> None:
+    box = renting()
+    assert box.actual_status == "running"
+    assert [point.kind for point in box.endpoints] == ["direct", "proxy"]
+    made = pretend.market.contracts[box.id]
+    assert [key.text for key in made.ssh_keys] == [PUBLIC_KEY]
+    assert made.label and made.label.startswith(f"livery:{FLOW_RUN}:1:")
+    assert made.env == {}
+    assert _intent(store)["state"] == "created" and _intent(store)["instance_id"] == box.id
+
+
+def test_the_intent_is_in_the_bucket_before_the_create_call(renting: Any, pretend: Pretend) -> None:
+    with pytest.raises(StoreError):
+        renting(into=dead_store())
+    assert _creates(pretend) == 0 and not pretend.market.contracts
+
+
+@pytest.mark.parametrize("fault", ["create.drop_after_commit", "create.504_after_commit"])
+def test_a_box_whose_create_reply_was_lost_is_adopted_by_its_label(
+    renting: Any, pretend: Pretend, store: Store, fault: str
+) -> None:
+    pretend.arm(fault)
+    box = renting()
+    assert _creates(pretend) == 1, "create is never sent twice"
+    assert [made.id for made in pretend.market.alive()] == [box.id]
+    assert _intent(store)["instance_id"] == box.id
+
+
+def test_a_box_that_shows_up_late_is_adopted_too(renting: Any, pretend: Pretend, clock: Clock) -> None:
+    pretend.arm("create.drop_after_commit", "list.empty_but_success@1")
+    renting()
+    assert _creates(pretend) == 1 and len(pretend.market.alive()) == 1
+
+
+def test_a_create_that_may_have_failed_and_left_no_box_stays_unresolved(
+    renting: Any, pretend: Pretend, store: Store
+) -> None:
+    pretend.arm("create.504_before_commit")
+    with pytest.raises(BootFailed, match="no box with the label") as caught:
+        renting()
+    assert caught.value.blame == "other"
+    assert _creates(pretend) == 1 and _intent(store)["state"] == "unresolved"
+
+
+def test_a_lost_reply_that_hid_two_boxes_ends_in_none(renting: Any, pretend: Pretend) -> None:
+    pretend.arm("create.drop_after_commit", "create.double_accept")
+    with pytest.raises(BootFailed, match="accepted 2 times"):
+        renting()
+    assert len(pretend.market.contracts) == 2 and not pretend.market.alive()
+
+
+def test_an_offer_that_was_accepted_twice_ends_in_no_box(renting: Any, pretend: Pretend) -> None:
+    pretend.arm("create.double_accept")
+    with pytest.raises(BootFailed, match="accepted twice.*verified gone"):
+        renting()
+    assert len(pretend.market.contracts) == 2 and not pretend.market.alive()
+
+
+@pytest.mark.parametrize("fault", ["create.offer_gone_404", "create.offer_gone_410"])
+def test_an_offer_that_is_taken_made_nothing_and_the_intent_says_refused(
+    renting: Any, pretend: Pretend, store: Store, fault: str
+) -> None:
+    pretend.arm(fault)
+    with pytest.raises(OfferGone):
+        renting()
+    assert _intent(store)["state"] == "refused" and not pretend.market.contracts
+
+
+def test_a_spend_limit_is_not_tried_on_the_next_offer(renting: Any, pretend: Pretend) -> None:
+    pretend.arm("create.spend_limit")
+    with pytest.raises(Rejected, match="spend rate limit"):
+        renting()
+    assert not pretend.market.contracts
+
+
+def test_a_refusal_that_made_a_box_destroys_it(renting: Any, pretend: Pretend, store: Store) -> None:
+    pretend.arm("create.success_false_with_contract")
+    with pytest.raises(BootFailed, match="made all the same.*verified gone") as caught:
+        renting()
+    assert caught.value.blame == "other"
+    assert len(pretend.market.contracts) == 1 and not pretend.market.alive()
+    assert _intent(store)["state"] == "destroyed"
+
+
+@pytest.mark.parametrize(
+    ("fault", "what", "blame"),
+    [
+        ("create.label_lost", "label: seen None", "other"),
+        ("create.disk_short", "disk: seen 10 GB, want 20 GB", "host"),
+        ("create.other_gpu", "GPU memory: seen 4000 MB", "host"),
+    ],
+)
+def test_a_box_that_is_not_what_was_rented_goes_back(
+    renting: Any, pretend: Pretend, fault: str, what: str, blame: str
+) -> None:
+    pretend.arm(fault)
+    with pytest.raises(BootFailed, match=what) as caught:
+        renting()
+    assert caught.value.blame == blame and "verified gone" in str(caught.value)
+    assert not pretend.market.alive()
+
+
+def test_a_bid_that_became_on_demand_goes_back(renting: Any, pretend: Pretend) -> None:
+    pretend.arm("create.returns_on_demand_for_bid")
+    with pytest.raises(BootFailed, match="bid: seen False, want True"):
+        renting(rehearsal_recipe(box={"interruptible": True}))
+    assert not pretend.market.alive()
+
+
+def test_a_bid_goes_a_little_over_the_least_and_never_over_the_cap(pretend: Pretend, market: VastMarket) -> None:
+    wanted = rehearsal_recipe(box={"interruptible": True})
+    request = rent_request(market, wanted)
+    assert request.bid_usd is not None and request.offer.min_bid_usd is not None
+    assert request.offer.min_bid_usd < request.bid_usd < request.offer.min_bid_usd * 1.2
+    assert rent_request(market, rehearsal_recipe()).bid_usd is None
+    capped = rent_request(market, rehearsal_recipe(box={"interruptible": True, "max_dph_usd": 0.17}))
+    assert capped.bid_usd is not None and capped.bid_usd < 0.17
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "blame"),
+    [
+        ("boot.loading_forever", "not running after 60 s; last seen: loading", "host"),
+        ("boot.status_msg", "will not boot: Error response from daemon: manifest unknown", "other"),
+        ("boot.status_msg=no space left on device", "no space left", "host"),
+        ("boot.exited", "is exited", "host"),
+    ],
+)
+def test_a_box_that_never_runs_goes_back_with_its_reason(
+    renting: Any, pretend: Pretend, fault: str, said: str, blame: str
+) -> None:
+    pretend.arm(fault)
+    with pytest.raises(BootFailed, match=said) as caught:
+        renting()
+    assert caught.value.blame == blame and not pretend.market.alive()
+
+
+def test_a_hopeless_message_does_not_wait_for_the_deadline(renting: Any, pretend: Pretend, clock: Clock) -> None:
+    pretend.arm("boot.status_msg")
+    began = clock.now
+    with pytest.raises(BootFailed):
+        renting()
+    assert clock.now - began < 40
+
+
+@pytest.mark.parametrize("fault", ["show.404_lag=3", "show.null", "show.empty_list"])
+def test_a_box_that_cannot_be_shown_at_once_is_waited_for(renting: Any, pretend: Pretend, fault: str) -> None:
+    pretend.arm(fault)
+    assert renting().actual_status == "running"
+
+
+def test_nothing_is_rented_beside_a_leftover_that_will_not_go(renting: Any, pretend: Pretend) -> None:
+    pretend.rented(offer=3)
+    pretend.arm("destroy.200_but_stays=1000@always")
+    with pytest.raises(DestroyUnverified, match="earlier box") as caught:
+        renting()
+    assert caught.value.exit_code == 5 and _creates(pretend) == 0
+
+
+def test_a_leftover_of_the_same_flow_run_goes_first_and_other_runs_are_left_alone(
+    renting: Any, pretend: Pretend
+) -> None:
+    leftover, other = pretend.rented(offer=3), pretend.rented(OTHER_RUN, offer=3)
+    box = renting()
+    assert {made.id for made in pretend.market.alive()} == {other, box.id} and leftover != box.id
+
+
+def test_a_failed_box_that_will_not_go_is_the_error_that_counts(renting: Any, pretend: Pretend) -> None:
+    pretend.arm("boot.exited", "destroy.200_but_stays=1000@always")
+    with pytest.raises(DestroyUnverified, match="exited.*could not be verified"):
+        renting()
+
+
+def test_a_key_that_is_revoked_after_the_create_is_never_a_clean_end(renting: Any, pretend: Pretend) -> None:
+    pretend.arm("auth.revoked_midway=1")
+    with pytest.raises(DestroyUnverified, match="auth_error"):
+        renting()
+    assert pretend.market.alive()
+
+
+def test_too_little_credit_is_refused_with_what_is_needed(renting: Any, pretend: Pretend) -> None:
+    pretend.market.credit_usd = 0.2
+    with pytest.raises(UserError, match=r"\$0\.20 left, offer 24002001 needs \$0\.3\d"):
+        renting()
+    assert _creates(pretend) == 0
+
+
+def test_the_accounts_rate_is_capped_over_all_its_boxes(renting: Any, pretend: Pretend) -> None:
+    pretend.rented(OTHER_RUN)
+    with pytest.raises(BudgetReached, match=r"\$1\.10/h are running in 1 boxes.*limit \$1\.20/h"):
+        renting(max_dph_usd=1.2)
+    assert _creates(pretend) == 0
+
+
+@pytest.mark.parametrize("fault", ["list.bad_total@always", "list.missing_row@always"])
+def test_nothing_is_rented_while_the_boxes_cannot_be_counted(renting: Any, pretend: Pretend, fault: str) -> None:
+    pretend.rented(OTHER_RUN)
+    pretend.arm(fault)
+    with pytest.raises((ShapeError, DestroyUnverified)):
+        renting()
+    assert _creates(pretend) == 0
+
+
+def test_a_bad_key_is_known_before_anything_is_written(
+    pretend: Pretend, store: Store, clock: Clock, tmp_path: Path, market: VastMarket
+) -> None:
+    request = rent_request(market, rehearsal_recipe())
+    stranger = pretend.client(tmp_path, key="wrong")
+    with pytest.raises(AuthError):
+        rent(stranger, store, request, pretend.settings(tmp_path), clock=clock, sleep=clock.sleep)
+    assert store.list("intents/") == []
+
+
+def test_whatever_goes_wrong_after_the_create_the_box_goes_back_first(
+    renting: Any, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The market breaks off each time a key is attached."""
+    monkeypatch.setattr(pretend.market, "attach_key", lambda *_: (_ for _ in ()).throw(ConnectionError("gone")))
+    with pytest.raises(MarketError) as caught:
+        renting()
+    assert "verified gone" in "".join(caught.value.__notes__)
+    assert not pretend.market.alive()

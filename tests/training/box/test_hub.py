@@ -1,0 +1,145 @@
+"""The model from a hub: a small real HTTP server that speaks as much of its API as a download needs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from training.box import hub
+
+COMMIT = "a" * 40
+FILES = {
+    "config.json": b'{"model_type": "tiny"}',
+    "model.safetensors": os.urandom(300_000),
+    "pytorch_model.bin": b"old",
+}
+
+
+class Hub:
+    def __init__(self) -> None:
+        self.truncate = ""
+        self.lie = ""
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_HEAD(self) -> None:
+                self.answer(body=False)
+
+            def do_GET(self) -> None:
+                self.answer(body=True)
+
+            def answer(self, body: bool) -> None:
+                path = self.path.split("?")[0]
+                if path.startswith("/api/models/me/tiny/revision/") or path == "/api/models/me/tiny":
+                    self.reply(json.dumps(outer.info()).encode(), {"Content-Type": "application/json"}, body)
+                elif path.startswith("/api/models/me/tiny/tree/"):
+                    self.reply(json.dumps(outer.tree()).encode(), {"Content-Type": "application/json"}, body)
+                elif path.startswith(f"/me/tiny/resolve/{COMMIT}/"):
+                    self.file(path.rsplit("/", 1)[1], body)
+                else:
+                    self.reply(b"{}", {"X-Error-Code": "RepoNotFound"}, body, status=404)
+
+            def file(self, name: str, body: bool) -> None:
+                data = b"" if name == outer.truncate else FILES[name]
+                etag = hashlib.sha256(FILES[name]).hexdigest()
+                self.reply(data, {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}, body)
+
+            def reply(self, data: bytes, headers: dict[str, str], body: bool, status: int = 200) -> None:
+                self.send_response(status)
+                for name, value in {**headers, "Content-Length": str(len(data))}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                if body:
+                    self.wfile.write(data)
+
+            def log_message(self, *arguments: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def tree(self) -> list[dict[str, object]]:
+        return [{"type": "file", "path": name, "size": len(data), "oid": "b" * 40} for name, data in FILES.items()]
+
+    def info(self) -> dict[str, object]:
+        siblings = []
+        for name, data in FILES.items():
+            sha256 = "0" * 64 if name == self.lie else hashlib.sha256(data).hexdigest()
+            entry: dict[str, object] = {"rfilename": name, "size": len(data), "blobId": "b" * 40}
+            if name.endswith("safetensors"):
+                entry["lfs"] = {"size": len(data), "sha256": sha256, "pointerSize": 134}
+            siblings.append(entry)
+        return {
+            "id": "me/tiny",
+            "modelId": "me/tiny",
+            "sha": COMMIT,
+            "siblings": siblings,
+            "private": False,
+            "tags": [],
+        }
+
+
+@pytest.fixture
+def served() -> Iterator[Hub]:
+    served = Hub()
+    yield served
+    served.server.shutdown()
+    served.server.server_close()
+
+
+def download(
+    served: Hub, folder: Path, commit: str = COMMIT, repo: str = "me/tiny"
+) -> subprocess.CompletedProcess[str]:
+    """In a process of its own: the hub's library reads its environment at import."""
+    code = (
+        "import json, pathlib, sys; from training.box.hub import download_model\n"
+        f"known = download_model('hub:{repo}@{commit}', pathlib.Path({str(folder)!r}), lambda d, t: None, 1)\n"
+        "print(json.dumps(known))"
+    )
+    environ = {**os.environ, "HF_ENDPOINT": served.url, "HF_HOME": str(folder.parent / "hf"), "NO_PROXY": "127.0.0.1"}
+    return subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=100)
+
+
+def test_a_pinned_commit_arrives_verified_without_the_formats_nobody_loads(served: Hub, tmp_path: Path) -> None:
+    done = download(served, tmp_path / "model")
+    assert done.returncode == 0, done.stderr
+    known = json.loads(done.stdout.splitlines()[-1])
+    assert set(known) == {"model/config.json", "model/model.safetensors"}
+    assert known["model/model.safetensors"]["sha256"] == hashlib.sha256(FILES["model.safetensors"]).hexdigest()
+    assert (tmp_path / "model/model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_an_empty_file_from_the_hub_is_refused(served: Hub, tmp_path: Path) -> None:
+    served.truncate = "model.safetensors"
+    done = download(served, tmp_path / "model")
+    assert done.returncode == 1 and "Error" in done.stderr
+    assert not (tmp_path / "model/model.safetensors").exists() or "want 300000" in done.stderr
+
+
+def test_a_digest_that_differs_is_refused_and_the_file_deleted(served: Hub, tmp_path: Path) -> None:
+    served.lie = "model.safetensors"
+    done = download(served, tmp_path / "model")
+    assert "model.safetensors: sha256" in done.stderr and "it is deleted" in done.stderr
+    assert not (tmp_path / "model/model.safetensors").exists()
+
+
+def test_a_repository_that_is_not_there_is_denied_with_what_to_check(served: Hub, tmp_path: Path) -> None:
+    done = download(served, tmp_path / "model", repo="me/none")
+    assert "check the name, the commit and HF_TOKEN" in done.stderr
+
+
+def test_the_first_try_is_the_fast_way_and_the_second_the_plain_one() -> None:
+    assert "HF_HUB_DISABLE_XET" not in hub.settings(0) and hub.settings(1)["HF_HUB_DISABLE_XET"] == "1"
+    assert all(hub.settings(attempt)["TOKIO_WORKER_THREADS"] == "8" for attempt in (0, 1, 2))
