@@ -47,36 +47,38 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _up(arguments: argparse.Namespace) -> int:
-    from deployments.demo import say, stopping_on_signals
-    from deployments.up import UpError, running
+    from deployments.demo import say
+    from deployments.up import Stopped, UpError, running, unwinding_on_signals
 
     try:
-        with (
-            stopping_on_signals() as stopped,
-            running(force_rehearsal=arguments.rehearsal, faults=arguments.fault) as up,
-        ):
+        with unwinding_on_signals(), running(force_rehearsal=arguments.rehearsal, faults=arguments.fault) as up:
             where = "the embedded rehearsal (no account configured)" if up.rehearsal else "your market account"
             say(f"serving on {up.ui_url} with {where}")
             say(
                 f"run one: PREFECT_API_URL={up.api_url} prefect deployment run finetune/{'rehearsal' if up.rehearsal else 'full'} --watch"
             )
-            while not stopped:
-                for child in up.dead():
-                    raise UpError(f"'{child.name}' has stopped:\n{child.tail()}")
-                time.sleep(0.5)
-            say("stopping: flows give their boxes back first …")
+            try:
+                while not up.dead():
+                    time.sleep(0.5)
+            finally:
+                say("stopping: flows give their boxes back first …")
+            raise UpError("\n".join(f"'{child.name}' has stopped:\n{child.tail()}" for child in up.dead()))
+    except Stopped:
+        return 0
     except UpError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 def _demo(arguments: argparse.Namespace) -> int:
     from deployments.demo import demo
-    from deployments.up import UpError
+    from deployments.up import Stopped, UpError
 
     try:
         return demo(arguments.fault, keep_up=arguments.keep_up, recipe=arguments.recipe)
+    except Stopped as signal:
+        print(f"stopped by {signal}; everything that was started is stopped again", file=sys.stderr)
+        return 130
     except UpError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from deployments.up import STATE, Up, UpError, running
+from deployments.up import STATE, Stopped, Up, UpError, running, unwinding_on_signals
 from tasks.domain import Receipt
 from tasks.receipt import dollars, table
 from training.box.store import Store
@@ -32,7 +32,7 @@ def demo(faults: list[str], *, keep_up: bool, recipe: str | None = None) -> int:
     began = time.monotonic()
     market_faults = [fault for fault in faults if fault != FLOW_SIGKILL]
     say("starting a Prefect server, a pretend market, a bucket and the deployments (all on loopback) …")
-    with running(force_rehearsal=True, faults=market_faults, private_server=True) as up:
+    with unwinding_on_signals(), running(force_rehearsal=True, faults=market_faults, private_server=True) as up:
         say(f"up after {time.monotonic() - began:.0f} s; Prefect's page: {up.ui_url}")
         run = trigger(up, {"recipe": recipe} if recipe else {})
         say(f"triggered {_DEPLOYMENT}: {run['name']}  {ui_link(up, run['id'])}")
@@ -41,7 +41,8 @@ def demo(faults: list[str], *, keep_up: bool, recipe: str | None = None) -> int:
             reap_twice(up)
         code = conclude(up, run["id"], state, time.monotonic() - began)
         if keep_up:
-            hold(up)
+            with contextlib.suppress(Stopped):
+                hold(up)
     return code
 
 
@@ -62,10 +63,13 @@ def watch(up: Up, run_id: str, kill_at: str | None = None) -> str:
     offset, end = 0, time.monotonic() + _RUN_LIMIT_S
     while time.monotonic() < end:
         run = _get(up, f"flow_runs/{run_id}")
-        for line in _log_lines(up, run_id, offset):
-            offset += 1
-            print(line, flush=True)
-            if kill_at and kill_at in line:
+        records = _log_records(up, run_id, offset)
+        offset += len(records)
+        for record in records:
+            # Prefect's "Finished in state Completed" names no task; what the task said itself is above it.
+            if record["message"] != "Finished in state Completed()":
+                print(_line(record), flush=True)
+            if kill_at and kill_at in record["message"]:
                 kill_at = None
                 _sigkill_flow(run_id)
         if run["state_type"] in _ENDED:
@@ -132,24 +136,8 @@ def hold(up: Up) -> None:
     say(
         f"kept up (KEEP_UP=1): {up.ui_url}; another run: PREFECT_API_URL={up.api_url} prefect deployment run {_DEPLOYMENT} --watch; Ctrl-C stops everything"
     )
-    with stopping_on_signals() as stopped:
-        while not stopped and not up.dead():
-            time.sleep(0.5)
-
-
-@contextlib.contextmanager
-def stopping_on_signals() -> Iterator[list[int]]:
-    """A list that fills on SIGINT or SIGTERM, so that a wait can end and the stack unwind in order."""
-    seen: list[int] = []
-    old = {
-        number: signal.signal(number, lambda number, frame: seen.append(number))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    try:
-        yield seen
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
+    while not up.dead():
+        time.sleep(0.5)
 
 
 def ui_link(up: Up, run_id: str) -> str:
@@ -182,14 +170,16 @@ def _get(up: Up, path: str) -> dict[str, Any]:
     return dict(answer.json())
 
 
-def _log_lines(up: Up, run_id: str, offset: int) -> Iterator[str]:
+def _log_records(up: Up, run_id: str, offset: int) -> list[dict[str, Any]]:
     body = {"logs": {"flow_run_id": {"any_": [run_id]}}, "sort": "TIMESTAMP_ASC", "offset": offset, "limit": 200}
     answer = httpx.post(f"{up.api_url}/logs/filter", json=body, timeout=30)
     answer.raise_for_status()
-    for record in answer.json():
-        moment = datetime.fromisoformat(record["timestamp"])
-        level = "" if record["level"] <= 20 else "WARNING " if record["level"] <= 30 else "ERROR "
-        yield f"{moment:%H:%M:%S} | {level}{record['message']}"
+    return list(answer.json())
+
+
+def _line(record: dict[str, Any]) -> str:
+    level = "" if record["level"] <= 20 else "WARNING " if record["level"] <= 30 else "ERROR "
+    return f"{datetime.fromisoformat(record['timestamp']):%H:%M:%S} | {level}{record['message']}"
 
 
 def _artifact(up: Up, run_id: str, key: str) -> list[dict[str, Any]] | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,27 @@ BOX_LIMIT = "rented-boxes"
 
 class UpError(RuntimeError):
     """Something that `up` needs did not start; the message holds the end of its log."""
+
+
+class Stopped(BaseException):
+    """A signal asked us to stop. Not an Exception: nothing on the way may take it for a failure to get over."""
+
+
+@contextlib.contextmanager
+def unwinding_on_signals() -> Iterator[None]:
+    """SIGINT and SIGTERM unwind the stack once, in the order that gives boxes back; while that happens further ones do nothing."""
+
+    def unwind(number: int, frame: object) -> None:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(signal.Signals(number).name)
+
+    old = {number: signal.signal(number, unwind) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 @dataclass

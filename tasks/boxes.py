@@ -69,7 +69,7 @@ def rent(run: Run, ranked: RankedOffer, attempt: int) -> Box:
             attempt=attempt,
             ssh_user=run.settings.ssh_user,
             key_path=str(run.key_path),
-            known_hosts_path=str(run.key_path.parent / f"known-{instance.id}"),
+            known_hosts_path=f"{run.key_path}-{instance.id}.known",
             dph_usd=instance.dph_total_usd or offer.dph_total_usd,
             offer=offer,
             rented_at=began,
@@ -188,7 +188,11 @@ def keep_events(run: Run) -> None:
     """The box's events, copied to the bucket while the box still answers."""
     if run.box is None or run.remote is None:
         return
-    answer = run.remote.run(f"cat {layout.BOX_EVENTS}", timeout_s=20)
+    try:
+        answer = run.remote.run(f"cat {layout.BOX_EVENTS}", timeout_s=20)
+    except BoxError as error:  # it may be on its way out for the very reason that it cannot be reached
+        log.warning("box %d: its events could not be kept: %s", run.box.instance_id, error)
+        return
     if answer.code != 0:
         log.warning(
             "box %d: its events could not be kept: %s",

@@ -113,7 +113,7 @@ class _Hunt:
 
     def run(self, flow_run_id: str) -> Destruction:
         end = self.clock() + self.deadline_s
-        proofs, pause = 0, self.poll_s
+        proofs, pause = 0, self.poll_s / 3
         while True:
             proofs = proofs + 1 if self._seen_gone() else 0
             if proofs >= PROOFS:
@@ -121,7 +121,7 @@ class _Hunt:
             left = end - self.clock()
             if left <= 0:
                 return self._given_up(flow_run_id)
-            # Between two proofs a short pause is enough; a market that refuses is left alone for longer each time.
+            # Most boxes go at once; a market that refuses is left alone for longer each time.
             self.sleep(min(left, self.poll_s / 3 if proofs else pause))
             pause = min(_LONGEST_PAUSE_S, pause * 1.5) if not proofs else pause
 

@@ -118,9 +118,9 @@ def build_wheel(cache_dir: Path) -> Path:
 
 
 def find_constraints() -> str:
-    """The pinned versions: from the source tree, else from the installed package."""
-    places = (files("training") / ".." / "constraints.txt", files("training") / "constraints.txt")
-    for place in places:
+    """The pinned versions: from the source tree, else as packed into the installed wheel. UserError if neither is there."""
+    packed = files("training") / "constraints.txt"
+    for place in (Path(__file__).parents[1] / "constraints.txt", packed):
         if place.is_file():
             return place.read_text()
     raise UserError("constraints.txt is neither beside the sources nor in the installed package: install Livery again")

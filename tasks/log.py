@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import SecretStr
 
+from tasks.errors import LiveryError
 from tasks.settings import Settings
 
 # Keys that need no acquaintance to be recognised: hub tokens, AWS access keys, bearer headers.
@@ -53,6 +54,9 @@ def _install() -> None:
 
     def factory(*args: Any, **kwargs: Any) -> logging.LogRecord:
         record = current(*args, **kwargs)
+        if record.exc_info and isinstance(record.exc_info[1], LiveryError):
+            # Our errors are sentences that say what to do; where in the code they were raised helps nobody who reads a run's page.
+            record.exc_info = None
         try:
             message = record.getMessage()
         except (TypeError, ValueError):

@@ -54,22 +54,24 @@ def check_box(remote: Remote, recipe: Recipe, offer: Offer | None = None) -> Che
 def check_links(remote: Remote, recipe: Recipe) -> CheckReport:
     """Uplink, downlink and clock against the recipe's own bucket, with the code that will move the checkpoints."""
     python = f"~/{layout.BOX_TRANSFER_VENV}/bin/python"
-    reports = _probe(remote, "links", [python, "-m", "training.box.transfer", "links"], _LINKS_S)
+    reports, last = _probe(remote, "links", [python, "-m", "training.box.transfer", "links"], _LINKS_S)
     if not reports:
-        raise PreflightFailed("the links probe printed no report; its log is above")
+        raise PreflightFailed(f"the links probe printed no report with our nonce; its last line: {last}")
     return _judged(reports[0], PreflightFailed)
 
 
 def check_device(remote: Remote, recipe: Recipe) -> tuple[CheckReport, CheckReport]:
     """Import probe and stage B in the training environment. InstallFailed if an import or a version is wrong, PreflightFailed for the device."""
     python = f"~/{layout.BOX_TRAIN_VENV}/bin/python"
-    reports = _probe(remote, "probe", [python, "-m", "training.box.probe"], min(_PROBE_S, recipe.budget.install_s))
+    reports, last = _probe(
+        remote, "probe", [python, "-m", "training.box.probe"], min(_PROBE_S, recipe.budget.install_s)
+    )
     by_stage = {report.stage: report for report in reports}
     if "probe" not in by_stage:
-        raise InstallFailed("the import probe printed no report with our nonce; its log is above")
+        raise InstallFailed(f"the import probe printed no report with our nonce; its last line: {last}")
     imports = _judged(by_stage["probe"], InstallFailed)
     if "b" not in by_stage:
-        raise PreflightFailed("the device probe printed no report with our nonce; its log is above")
+        raise PreflightFailed(f"the device probe printed no report with our nonce; its last line: {last}")
     return imports, _judged(by_stage["b"], PreflightFailed)
 
 
@@ -106,17 +108,17 @@ def find_reports(text: str, nonce: str) -> list[CheckReport]:
     return found
 
 
-def _probe(remote: Remote, name: str, argv: Sequence[str], budget_s: float) -> list[CheckReport]:
-    """Run a probe as a detached job, so that a dropped connection costs a poll and not the answer."""
+def _probe(remote: Remote, name: str, argv: Sequence[str], budget_s: float) -> tuple[list[CheckReport], str]:
+    """Run a probe as a detached job, so that a dropped connection costs a poll and not the answer. Its reports and its last line."""
     nonce = secrets.token_hex(8)
     jobs = Jobs(remote)
     words = [*argv, "--assignment", f"~/{layout.BOX_ASSIGNMENT}", "--nonce", nonce]
     jobs.start(name, nonce, words, f"~/{layout.BOX_PRIVATE_ENV}")
     _, output = follow(jobs, name, budget_s=budget_s)
-    reports = find_reports(output, nonce)
+    reports, lines = find_reports(output, nonce), output.strip().splitlines()
     if not reports:
-        log.warning("%s: no report; its log ends:\n%s", name, output[-2000:])
-    return reports
+        log.warning("%s: no report; its log ends:\n%s", name, "\n".join(lines[-20:]))
+    return reports, lines[-1][:300] if lines else "nothing"
 
 
 def _judged(report: CheckReport, error: type[BoxError]) -> CheckReport:

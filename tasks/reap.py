@@ -21,6 +21,7 @@ from tasks.domain import Instance, Label, Listing
 from tasks.errors import DestroyUnverified, LiveryError, MarketError
 from tasks.guard import settle_if_possible
 from tasks.lease import look_for_lease
+from tasks.log import guard_secrets
 from tasks.market import open_market
 from tasks.market.protocol import Market
 from tasks.rules.reaping import Action, LeaseSeen, Limits, Verdict, verdict, within_ceiling
@@ -30,8 +31,8 @@ from training.box.store import Store, StoreError
 
 log = logging.getLogger(__name__)
 
-# Of a flow's 240 s: one run's boxes may take this long, the next sweep goes on with the rest.
-DESTROY_S = 120.0
+# Of the flow's 240 s: one run's boxes may take so long, all together so long; the next sweep goes on with the rest.
+DESTROY_S, ALL_DESTROYS_S = 90.0, 180.0
 LAST_SUCCESS = "reaper/last_success.json"
 CANNOT_SEE_EXIT = 4
 
@@ -139,7 +140,8 @@ def sweep(
     else:
         outcomes |= _reap(market, store, condemned, limits, clock, sleep, settle)
     result = Sweep(tuple(outcomes.get(row.instance_id, row) for row in rows), dry_run)
-    if not result.unknown and not result.unverified:
+    if not dry_run and not result.unknown and not result.unverified:
+        _settle_alarms(store, {box.flow_run_id for box in result.rows if box.outcome != "destroyed"}, only_run)
         _note_success(store, clock())
     return result
 
@@ -185,13 +187,15 @@ def _reap(
     for row in condemned:
         by_run[row.flow_run_id or ""].append(row)
     outcomes: dict[int | None, ReapRow] = {}
+    end = clock() + ALL_DESTROYS_S
     for flow_run_id, rows in by_run.items():
         sure = [_again(market, store, row, clock(), limits) for row in rows]
         outcomes |= {row.instance_id: row for row in sure}
         ids = {row.instance_id for row in sure if row.action == "destroy" and row.instance_id is not None}
         if not ids:
             continue
-        done = destroy_boxes(market, flow_run_id, ids, deadline_s=DESTROY_S, clock=clock, sleep=sleep, store=store)
+        budget_s = max(10.0, min(DESTROY_S, end - clock()))
+        done = destroy_boxes(market, flow_run_id, ids, deadline_s=budget_s, clock=clock, sleep=sleep, store=store)
         for row in sure:
             if row.instance_id in ids:
                 outcome: Literal["destroyed", "unverified"] = (
@@ -219,6 +223,18 @@ def _again(market: Market, store: Store, row: ReapRow, now: float, limits: Limit
 
 def _because(reason: str, trouble: str) -> str:
     return f"{reason}; {trouble}" if trouble else reason
+
+
+def _settle_alarms(store: Store, with_boxes: set[str | None], only_run: str | None) -> None:
+    """An alarm of a run that has no box any more, by a complete listing, has had its answer."""
+    try:
+        for item in store.list("alarms/"):
+            flow_run_id = item.key.removeprefix("alarms/").removesuffix(".json")
+            if flow_run_id not in with_boxes and only_run in (None, flow_run_id):
+                store.delete(item.key)
+                log.info("alarm of flow run %s is settled: the listing shows no box of it", flow_run_id)
+    except StoreError as error:
+        log.warning("alarms cannot be looked through: %s", error)
 
 
 def _note_success(store: Store, now: float) -> None:
@@ -256,6 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         settings = read_settings()
+        guard_secrets(settings)
         result = sweep(
             open_market(settings, reaper=True),
             open_store(settings),

@@ -160,13 +160,18 @@ class _Renting:
 
     def _require_rate(self, listing: Listing) -> None:
         """The account-wide cap counts every box, ours or not, and boxes whose price is not stated as dear as this one."""
-        running = sum(self._dph() if box.dph_total_usd is None else box.dph_total_usd for box in listing.instances)
-        running += self._dph() * len(listing.unparsed)
+        running = sum(self._rate_of(box) for box in listing.instances) + self._dph() * len(listing.unparsed)
         if running + self._dph() > self.settings.max_dph_usd:
             raise BudgetReached(
                 f"account: ${running:.2f}/h are running in {len(listing.instances) + len(listing.unparsed)} boxes, "
                 f"this one adds ${self._dph():.2f}/h, limit ${self.settings.max_dph_usd:.2f}/h (LIVERY_MAX_DPH_USD)"
             )
+
+    def _rate_of(self, box: Instance) -> float:
+        """A stopped box bills its disk only; a box that boots will soon bill in full."""
+        if box.actual_status in {"stopped", "exited", "offline"} and box.storage_usd_hour is not None:
+            return box.storage_usd_hour
+        return self._dph() if box.dph_total_usd is None else box.dph_total_usd
 
     def _write_intent(self, account_id: str) -> None:
         request = self.request

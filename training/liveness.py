@@ -75,8 +75,11 @@ def canary(model: Any, input_ids: Tensor, groups: Sequence[str]) -> dict[str, fl
             for tensor, original in kept:
                 tensor.copy_(original)
     model.train(was_training)
+    if not math.isfinite(quiet):
+        raise LivenessError(f"forward check: the loss is {quiet} before the first step; base or adapter is damaged")
     for group, distance in moved.items():
-        if not distance > 10 * jitter:
+        # Noise may well throw the loss out of range: that, too, shows that the adapter is in the forward.
+        if math.isfinite(distance) and not distance > 10 * jitter:
             raise LivenessError(
                 f"forward check: noise in every lora_B of {group} moves the loss by {distance:.1e} (jitter {jitter:.1e}); its adapters are not in the forward",
                 group=group,
@@ -90,7 +93,7 @@ def canary(model: Any, input_ids: Tensor, groups: Sequence[str]) -> dict[str, fl
             tensor=idle[0],
             cause=likely_cause(model, "routed_experts"),
         )
-    return moved
+    return {group: distance if math.isfinite(distance) else sys.float_info.max for group, distance in moved.items()}
 
 
 class Guard(TrainerCallback):

@@ -39,6 +39,7 @@ class Guest:
     gateway: Proxy | None = None
     moved: int = 0
     stalled_at: int | None = None
+    dropping: bool = False
     drop_at: float | None = None
     boots: int = 0
     offsets: dict[Path, int] = field(default_factory=dict)
@@ -111,6 +112,10 @@ class World:
         slow = contract.effects.get("net.uplink")
         guest.uplink.rate_bytes_s = None if slow is None else max(1.0, float(slow) * 1e6)
         self._refresh_stall(guest, contract)
+        if (dropping := "ssh.drop_mid_command" in contract.effects) and not guest.dropping:
+            # Commands from before the fault was armed are not its victims.
+            guest.box.begun_commands()
+        guest.dropping = dropping
 
     def endpoints(self, contract: Contract) -> Endpoints | None:
         guest = self.guests.get(contract.id)

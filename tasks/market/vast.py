@@ -56,7 +56,7 @@ class _Call:
 
 
 class VastMarket:
-    """The market protocol on vast.ai. One object for one thread at a time.
+    """The market protocol on vast.ai. May be shared by threads.
 
     `budget_s` bounds all calls of this object together, for those who must be done in seconds: past it nothing is retried.
     """

@@ -61,7 +61,12 @@ def test_the_terminal_gets_a_table_or_json(
     ],
 )
 def test_exit_codes_and_one_clear_error(
-    environment: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
+    environment: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    code: int,
+    said: str,
 ) -> None:
     assert main([_file(recipe(step_seconds=30.0), tmp_path), *arguments]) == code
     assert said in capsys.readouterr().err

@@ -9,8 +9,8 @@ from typing import Any
 
 import boto3
 import pytest
-from deployments.rehearsal.bucket import REGION, Bucket
 
+from deployments.rehearsal.bucket import REGION, Bucket
 from tasks.market.vast import VastMarket
 from tasks.settings import settings
 from tests.tasks.pretend import Clock, Pretend, pretend_market

@@ -63,7 +63,7 @@ def test_no_offer_says_what_each_filter_removed_and_what_to_write(market: VastMa
 def test_a_recipe_that_does_not_fit_is_refused_before_the_market_is_asked(
     pretend: Pretend, market: VastMarket, store: Store
 ) -> None:
-    with pytest.raises(UserError, match="adapters.rank"):
+    with pytest.raises(UserError, match=r"adapters\.rank"):
         plan_run(recipe(adapters={"rank": 128, "alpha": 128}), market, store, now=NOW)
     assert pretend.calls == []
 

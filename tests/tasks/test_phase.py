@@ -89,7 +89,7 @@ def test_a_checkpoint_that_waits_for_its_turn_is_given_its_whole_budget_and_no_m
     watch = UplinkWatch("sft", BUDGET, lambda: now[0])
     view = RunView()
     view.absorb([PhaseEnd(phase="sft", step=1, max_steps=1, complete=True)])
-    for now[0] in range(0, 100):
+    for now[0] in range(100):
         watch(view)
     now[0] = 101
     with pytest.raises(TransferFailed, match="not durable 101 s after training"):

@@ -191,6 +191,15 @@ def test_a_lease_that_comes_alive_at_the_last_moment_saves_its_box(
     assert reaper.alive == {box}
 
 
+def test_an_alarm_whose_box_is_gone_is_settled_and_one_whose_box_lives_is_not(reaper: Reaper) -> None:
+    reaper.pretend.rented()
+    reaper.lease()
+    for flow_run_id in (FLOW_RUN, OTHER_RUN):
+        reaper.store.put_bytes(f"alarms/{flow_run_id}.json", b"{}")
+    reaper.sweep()
+    assert [item.key for item in reaper.store.list("alarms/")] == [f"alarms/{FLOW_RUN}.json"]
+
+
 def test_a_sweep_that_saw_everything_says_when(reaper: Reaper) -> None:
     reaper.sweep()
     assert json.loads(reaper.store.get_bytes(LAST_SUCCESS) or b"")["at"] == reaper.clock.now

@@ -111,7 +111,7 @@ def test_a_lost_reply_that_hid_two_boxes_ends_in_none(renting: Any, pretend: Pre
 
 def test_an_offer_that_was_accepted_twice_ends_in_no_box(renting: Any, pretend: Pretend) -> None:
     pretend.arm("create.double_accept")
-    with pytest.raises(BootFailed, match="accepted twice.*verified gone"):
+    with pytest.raises(BootFailed, match=r"accepted twice.*verified gone"):
         renting()
     assert len(pretend.market.contracts) == 2 and not pretend.market.alive()
 
@@ -135,7 +135,7 @@ def test_a_spend_limit_is_not_tried_on_the_next_offer(renting: Any, pretend: Pre
 
 def test_a_refusal_that_made_a_box_destroys_it(renting: Any, pretend: Pretend, store: Store) -> None:
     pretend.arm("create.success_false_with_contract")
-    with pytest.raises(BootFailed, match="made all the same.*verified gone") as caught:
+    with pytest.raises(BootFailed, match=r"made all the same.*verified gone") as caught:
         renting()
     assert caught.value.blame == "other"
     assert len(pretend.market.contracts) == 1 and not pretend.market.alive()
@@ -227,7 +227,7 @@ def test_a_leftover_of_the_same_flow_run_goes_first_and_other_runs_are_left_alon
 
 def test_a_failed_box_that_will_not_go_is_the_error_that_counts(renting: Any, pretend: Pretend) -> None:
     pretend.arm("boot.exited", "destroy.200_but_stays=1000@always")
-    with pytest.raises(DestroyUnverified, match="exited.*could not be verified"):
+    with pytest.raises(DestroyUnverified, match=r"exited.*could not be verified"):
         renting()
 
 

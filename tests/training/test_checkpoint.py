@@ -38,7 +38,9 @@ def checkpoint(directory: Path, step: int) -> Path:
 
 
 def uploader_of(tmp_path: Path, s3: dict[str, str], run: str, **options: object) -> tuple[Uploader, list[str], Store]:
-    box = place_box(tmp_path / "box", s3, recipe_of("counting"), run)
+    recipe = recipe_of("counting")
+    brief = recipe.budget.model_copy(update={"stall_s": 1, "upload_s": 3})  # how long a dead link is tried
+    box = place_box(tmp_path / "box", s3, recipe.model_copy(update={"budget": brief}), run)
     store, said = Store.from_environment(BUCKET, s3), []
     staging = tmp_path / "box" / "work" / "staging"
     checkpoints = Checkpoints(store, run, staging, lambda what, reason: said.append(f"{what}: {reason}"))

@@ -53,7 +53,8 @@ def download_model(source: str, folder: Path, progress: Progress, attempt: int) 
             f"hub {name}@{commit[:12]}: {type(error).__name__}: check the name, the commit and HF_TOKEN"
         ) from None
     except (HfHubHTTPError, OSError) as error:
-        raise StoreUnreachable(f"hub {name}@{commit[:12]}: {type(error).__name__}") from None
+        why = (isinstance(error, OSError) and error.strerror) or type(error).__name__
+        raise StoreUnreachable(f"hub {name}@{commit[:12]}: {why}") from None
     known = {f"model/{file.rfilename}": _verified(folder / file.rfilename, file) for file in files}
     progress(total, total)
     return known

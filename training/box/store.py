@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import errno
 import hashlib
 import io
 import os
@@ -33,6 +34,7 @@ PART_BYTES = 8 << 20
 MAX_PARTS = 10_000
 _DENIED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "AuthFailure"}
 _CONFLICT = {"PreconditionFailed", "ConditionalRequestConflict"}
+_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 # Damage or haste on the way, not a verdict on the request.
 _PASSING = {"SlowDown", "RequestTimeout", "IncompleteBody", "BadDigest", "InvalidDigest", "InternalError"}
 
@@ -321,6 +323,8 @@ class Store:
             except ClientError as error:
                 told = self._told(what, key, error)
             except (BotoCoreError, HTTPClientError, OSError) as error:
+                if isinstance(error, OSError) and error.errno in _DISK:
+                    raise StoreError(f"{key}: this machine's disk failed: {error.strerror}") from None
                 told = StoreUnreachable(
                     f"{self.where} does not answer: could not {what} {key} ({_brief(error)})".replace("  ", " ")
                 )

@@ -40,6 +40,7 @@ from training.contract.recipe import Assignment, Recipe
 
 OK, FAILED, USER, STALLED = 0, 1, 2, 3
 EVENT_EVERY_S = 2.0
+START_S = 60.0
 MARKER = "prefetched.json"
 MODEL, DATA = "prefetch model", "prefetch data"
 # The part size stays the same over the tries: parts of another size that already lie in the bucket could not be used.
@@ -289,6 +290,10 @@ class _Pulse:
     def beat(self) -> None:
         self._at = time.monotonic()
 
+    def forgive(self, seconds: float) -> None:
+        """Time in which nothing could move."""
+        self._at += seconds
+
     def still_s(self) -> float:
         return time.monotonic() - self._at
 
@@ -313,7 +318,7 @@ def _watch(
         start_new_session=True,
     )
     assert child.stdout is not None
-    buffer = b""
+    buffer, spawned, spoken = b"", time.monotonic(), False
     with selectors.DefaultSelector() as selector, child.stdout:
         selector.register(child.stdout, selectors.EVENT_READ)
         while True:
@@ -321,12 +326,17 @@ def _watch(
                 data = os.read(child.stdout.fileno(), 1 << 16)
                 if not data:
                     break
+                if not spoken:
+                    spoken = True
+                    pulse.forgive(time.monotonic() - spawned)
                 *lines, buffer = (buffer + data).split(b"\n")
                 moved = [_note(account, line) for line in lines]
                 if any(moved):
                     pulse.beat()
                     reporter.tell(account)
-            if pulse.still_s() > stall_s or time.monotonic() >= deadline:
+            # A busy machine takes seconds to start an interpreter; that is no stall of the link.
+            still = pulse.still_s() > stall_s if spoken else time.monotonic() - spawned > max(START_S, stall_s)
+            if still or time.monotonic() >= deadline:
                 account.error = account.error or "over its budget"
                 _kill(child)
                 return None
@@ -399,6 +409,7 @@ class _Voice:
         self._said_at = 0.0
         self._moved = 0
         self._sent = 0
+        self._say({}, due=True)
 
     def moved(self, count: int) -> None:
         with self._lock:
@@ -423,7 +434,8 @@ class _Voice:
 
 def _prefetch_here(assignment: Assignment, home: Path, attempt: int) -> None:
     """The child of prefetch: data first, since it is small and a missing file should show before the model is paid for."""
-    store, voice = _child_store(assignment), _Voice()
+    voice = _Voice()
+    store = _child_store(assignment)
     keys = wanted_data(assignment.recipe)
     wanted = [Wanted(path, key, _size(store, key)) for path, key in keys.items()]
     known = _download_all(store, home, wanted, DATA, voice, _WORKERS[attempt])
@@ -495,7 +507,8 @@ def _upload_here(assignment: Assignment, directory: Path, attempt: int) -> None:
     """
     manifest_bytes = (directory / "manifest.json").read_bytes()
     manifest = parse_manifest(manifest_bytes, str(directory / "manifest.json"))
-    store, voice = _child_store(assignment), _Voice()
+    voice = _Voice()
+    store = _child_store(assignment)
     blobs = {entry.sha256: (name, entry.bytes) for name, entry in manifest.files.items()}
     total, before = sum(size for _, size in blobs.values()), 0
     what = f"upload {manifest.phase}/{manifest.step}"

@@ -18,6 +18,7 @@ from deployments.rehearsal.market import Market
 
 T0 = 1_800_000_000.0
 CHEAPEST = 24002001
+SSHD_START_TRIES = 60
 PUBLIC_KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHVzZWxlc3MgcHVibGljIGtleSBmb3IgdGVzdHMgb25s test"
 
 
@@ -127,16 +128,17 @@ class Real:
     def ssh(
         self, row: dict[str, Any], command: str, *, via: str = "direct", tries: int = 20, timeout: float = 20
     ) -> subprocess.CompletedProcess[str]:
-        """OpenSSH's own client; a refused connection is tried again, as everyone does while sshd starts."""
+        """OpenSSH's own client. While the box's sshd is starting it tries again, whatever `tries` says."""
         port = row["ports"]["22/tcp"][0]["HostPort"] if via == "direct" else row["ssh_port"]
         options = ["StrictHostKeyChecking=no", "UserKnownHostsFile=/dev/null", "LogLevel=ERROR", "BatchMode=yes"]
         options += ["IdentitiesOnly=yes", "ConnectTimeout=2"]
         words = ["ssh", "-F", "none", "-i", str(self.key), "-p", str(port)]
         words += [word for option in options for word in ("-o", option)]
         words += [f"{self.rehearsal.env['LIVERY_SSH_USER']}@127.0.0.1", command]
-        for _ in range(tries):
+        for attempt in range(SSHD_START_TRIES):
             done = subprocess.run(words, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
-            if done.returncode != 255:
+            starting = "kex_exchange_identification" in done.stderr
+            if done.returncode != 255 or (attempt + 1 >= tries and not starting):
                 break
             time.sleep(0.05)
         return done

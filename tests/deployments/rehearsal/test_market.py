@@ -97,6 +97,15 @@ def test_reboot_keeps_the_box_and_comes_back(call: MarketCaller, clock: FakeCloc
     assert row is not None and row["actual_status"] == "running"
 
 
+def test_a_box_stopped_while_it_boots_does_not_run_later(call: MarketCaller, clock: FakeClock) -> None:
+    instance_id = call.create().body["new_contract"]
+    clock.advance(5)
+    call("PUT", f"/api/v0/instances/{instance_id}/", {"state": "stopped"})
+    clock.advance(3600)
+    row = call.show(instance_id)
+    assert row is not None and row["actual_status"] == "stopped" and usd(call, instance_id)["gpu"] == 0
+
+
 def test_an_offer_is_free_again_after_its_box_is_destroyed(call: MarketCaller) -> None:
     instance_id = call.rent()
     assert call.create().status == 404

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tasks.market.limiter import Limiter
-from tests.tasks.pretend import Clock
+from tests.tasks.pretend import NOW, Clock
 
 DELETE = ("DELETE", "/api/v0/instances/{id}/")
 SHOW = ("GET", "/api/v0/instances/{id}/")
@@ -88,20 +87,29 @@ def test_a_disk_that_cannot_be_written_paces_alone_and_says_so(
 
 
 def test_processes_that_race_take_turns(tmp_path: Path) -> None:
-    """Each child only reserves (its sleep prints instead of sleeping), so six reservations must lie an interval apart."""
+    """Each child only reserves (its sleep is noted, not slept), and all begin at once: no two may get the same moment."""
     program = (
         "import sys, time; from pathlib import Path; from tasks.market.limiter import Limiter\n"
-        "t = [0.0]\n"
-        "def clock():\n    t[0] = time.time(); return t[0]\n"
-        "limiter = Limiter(Path(sys.argv[1]), 'key', 1.0, clock=clock, sleep=lambda s: t.append(s))\n"
-        "for _ in range(3):\n"
-        "    n = len(t); limiter.wait('DELETE', '/api/v0/instances/{id}/'); print(t[0] + (t[n] if len(t) > n else 0))\n"
+        "slept = []; start = float(sys.argv[2])\n"
+        "limiter = Limiter(Path(sys.argv[1]), 'key', 0.5, clock=lambda: start, sleep=slept.append)\n"
+        "print('ready', flush=True); sys.stdin.readline()\n"
+        "for _ in range(30):\n"
+        "    slept.clear(); limiter.wait('GET', '/api/v0/instances/{id}/'); print(sum(slept))\n"
     )
     children = [
-        subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
+        subprocess.Popen(
+            [sys.executable, "-c", program, str(tmp_path), str(NOW)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(4)
     ]
+    for child in children:
+        assert child.stdout is not None and child.stdout.readline() == "ready\n"
+    for child in children:
+        assert child.stdin is not None
+        child.stdin.write("go\n")
+        child.stdin.flush()
     moments = sorted(float(line) for child in children for line in child.communicate(timeout=60)[0].split())
-    assert len(moments) == 6
-    assert all(later - earlier > 2.99 for earlier, later in zip(moments, moments[1:], strict=False))
-    assert len(json.loads(next(tmp_path.iterdir()).read_text())) == 1
+    assert moments == [float(turn) for turn in range(120)]

@@ -157,7 +157,9 @@ def test_all_pages_are_read_and_counted(pretend: Pretend, market: VastMarket) ->
     for _ in range(20):
         pretend.rented()
     pretend.market.offers |= {
-        100 + n: pretend.market.offers[24001001].__class__(**{**pretend.market.offers[24001001].__dict__, "id": 100 + n})
+        100 + n: pretend.market.offers[24001001].__class__(
+            **{**pretend.market.offers[24001001].__dict__, "id": 100 + n}
+        )
         for n in range(40)
     }
     for _ in range(40):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,15 @@ def test_the_dead_man_starts_from_the_zip_with_the_standard_library_alone(zip_pa
 def test_an_unknown_verb_is_named(zip_path: Path) -> None:
     done = call(zip_path, "supervise")
     assert done.returncode == 2 and b"known: supervisor, preflight, deadman" in done.stderr
+
+
+@pytest.mark.parametrize("module", ["supervisor", "preflight", "deadman", "__main__"])
+def test_what_goes_into_the_zip_is_understood_by_an_older_python(module: str) -> None:
+    """A box's own python3 may be older than the one that trains there."""
+    source = files("training.box").joinpath(f"{module}.py").read_text()
+    ast.parse(source, feature_version=(3, 9))
+    tree = ast.parse(source)
+    imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    outside = {name.split(".")[0] for name in imported} - set(sys.stdlib_module_names) - {"__future__"}
+    assert outside <= {"training"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,9 +14,12 @@ from pathlib import Path
 import pytest
 
 from tasks.errors import BoxLost, LoginFailed, TransferFailed
+from tasks.remote.bundle import box_zip
+from tasks.remote.jobs import Jobs
 from tasks.remote.ssh import Remote, make_key, wait_for_login
 from tests.tasks.remote.conftest import SshBox
 from tests.training.box.netfault import Link
+from training.contract import layout
 
 Login = Callable[..., Remote]
 
@@ -185,3 +189,28 @@ def test_a_key_is_made_once_is_private_and_openssh_reads_it(tmp_path: Path) -> N
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     read = subprocess.run(["ssh-keygen", "-y", "-f", str(path)], capture_output=True, text=True, check=True)
     assert read.stdout.split()[:2] == line.split()[:2]
+
+
+def test_the_pure_python_server_of_a_machine_without_sshd_serves_as_well(
+    tmp_path: Path, key_path: Path, login: Login
+) -> None:
+    box = SshBox(tmp_path / "abox", key_path.with_name("id.pub").read_text().strip())
+    box._write_shim()
+    (box.root / "root").mkdir()
+    command = [sys.executable, "-m", "deployments.rehearsal.asyncbox", str(box.root), str(box.port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        remote = login(box.port)
+        wait_for_login(remote, deadline=time.time() + 30, poll_s=0.2)
+        data = os.urandom(3_000_000)
+        remote.put(data, "livery/file", timeout_s=30)
+        assert (box.home / "livery/file").read_bytes() == data
+        remote.put(box_zip(), layout.BOX_ZIP, timeout_s=30)
+        jobs = Jobs(remote)
+        jobs.start("work", "t", ["bash", "-c", "head -c 400000 /dev/zero; exit 3"])
+        while (state := jobs.poll("work")).state == "running":
+            time.sleep(0.1)
+        assert (state.exit_code, len(state.log)) == (3, 400_000)
+    finally:
+        server.kill()
+        server.wait()

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from tasks.errors import UserError
+from tasks.recipes import load_recipe, shipped
 from tasks.rules.memory import adapter_parameters, memory_fit, require_fit
 from tests.tasks.pretend import recipe, rehearsal_recipe
 
@@ -30,7 +31,9 @@ def test_rank_64_does_not_fit_96_gb_and_fits_an_h200() -> None:
 
 
 def test_what_does_not_fit_is_an_error_before_anything_is_rented() -> None:
-    with pytest.raises(UserError, match=r"rtxpro6000 has 99\.5 GB .* needs 11\d\.\d GB .*base 69\.3.*adapters\.rank \(now 64\)"):
+    with pytest.raises(
+        UserError, match=r"rtxpro6000 has 99\.5 GB .* needs 11\d\.\d GB .*base 69\.3.*adapters\.rank \(now 64\)"
+    ):
         require_fit(recipe(adapters={"rank": 64, "alpha": 128}))
 
 
@@ -54,6 +57,18 @@ def test_the_235b_streams_its_experts_and_fits_one_h200() -> None:
     adapters = {"rank": 16, "alpha": 32, "groups": ["attention", "routed_experts"]}
     fit = memory_fit(recipe(model=QWEN_235B, adapters=adapters, box={"tier": "h200"}))
     assert fit.fits and fit.parts["base"] == 6.4
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_recipe_fits_the_card_of_its_tier(name: str) -> None:
+    require_fit(load_recipe(name))
+
+
+def test_a_micro_batch_is_measured_by_its_tokens() -> None:
+    """Full-depth steps: 3.2 GB above the static parts at 4,096 tokens, 9.8 GB at 16,384."""
+    for rows, seen_gb in ((2, 3.2), (8, 9.8)):
+        parts = memory_fit(recipe(phases=[_phase(batch_size=rows)])).parts
+        assert parts["activations"] + parts["buffers"] == pytest.approx(seen_gb, abs=0.1)
 
 
 def test_a_tiny_model_fits_trivially() -> None:

@@ -48,7 +48,9 @@ def test_the_gpu_is_not_billed_while_the_box_boots() -> None:
 
 
 def test_dear_bandwidth_makes_the_cheaper_hour_the_dearer_run() -> None:
-    cheap_hour = run_cost(recipe(step_seconds=10.0), _offer(dph_base_usd=1.0, inet_down_usd_gb=0.03, inet_up_usd_gb=0.03))
+    cheap_hour = run_cost(
+        recipe(step_seconds=10.0), _offer(dph_base_usd=1.0, inet_down_usd_gb=0.03, inet_up_usd_gb=0.03)
+    )
     dear_hour = run_cost(recipe(step_seconds=10.0), _offer(dph_base_usd=1.25, inet_down_usd_gb=0.0, inet_up_usd_gb=0.0))
     assert cheap_hour.usd > dear_hour.usd
 

@@ -55,6 +55,7 @@ def distribution(folder: Path, name: str, version: str = "1.0") -> None:
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
+@pytest.mark.train  # imports the whole training stack in a fresh process
 def test_the_training_environment_passes_both_stages_on_the_cpu(tmp_path: Path) -> None:
     imports, device = run(tmp_path, "trl")
     assert imports.ok, [check.sentence for check in imports.failed]

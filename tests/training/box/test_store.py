@@ -232,3 +232,12 @@ def test_an_object_of_another_size_or_content_is_refused(store: Store, tmp_path:
         store.download_file("down/small", tmp_path / "s", expect_sha256="0" * 64)
     with pytest.raises(StoreError, match="down/none does not exist"):
         store.download_file("down/none", tmp_path / "s")
+
+
+def test_a_full_disk_is_not_called_a_bucket_that_does_not_answer(store: Store, tmp_path: Path) -> None:
+    store.put_bytes("down/full", b"12345")
+    etag = hashlib.md5(b"12345").hexdigest()
+    (tmp_path / f"f.{etag[:16]}.part").symlink_to("/dev/full")
+    with pytest.raises(StoreError, match="this machine's disk failed: No space left") as caught:
+        store.download_file("down/full", tmp_path / "f")
+    assert not isinstance(caught.value, StoreUnreachable)

@@ -255,13 +255,18 @@ def test_a_frozen_uplink_is_noticed_and_another_try_finishes(
 ) -> None:
     box = home(stall_s=2)
     checkpoint(tmp_path / "c", box, {"big": os.urandom(12 * MB)})
-    link.up_bps = 6e6
-    threading.Timer(1.5, link.freeze).start()
-    threading.Timer(6, link.thaw).start()
-    began = time.monotonic()
-    code, output = box.call("upload", "--directory", str(tmp_path / "c"))
-    assert code == 0, output
-    assert time.monotonic() - began < 25
+    link.up_bps = 3e6
+    process = box.start("upload", "--directory", str(tmp_path / "c"))
+    while link.bytes_up < MB:
+        time.sleep(0.02)
+    link.freeze()
+    frozen = time.monotonic()
+    while not box.events(Notice):
+        time.sleep(0.05)
+    assert time.monotonic() - frozen < 10
+    link.thaw()
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
 
 
 def test_a_slow_link_over_its_budget_is_given_up(home: Callable[..., Home], link: Link, tmp_path: Path) -> None:
