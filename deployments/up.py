@@ -11,7 +11,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,12 +21,12 @@ import httpx
 from deployments import rehearsal, seed
 from deployments.catalogue import served
 from deployments.processes import Child, free_port
+from tasks.domain import BOX_LIMIT
 
 STATE = Path(".livery")
 _SERVER_START_S, _SERVE_START_S = 120, 90
 # Longer than a destroy in a hurry (15 s) and the hooks after it: a serve process that is stopped gives its boxes back first.
 _SERVE_STOP_S = 90
-BOX_LIMIT = "rented-boxes"
 
 
 class UpError(RuntimeError):
@@ -79,11 +79,13 @@ def running(
     private_server: bool = False,
     serve: bool = True,
     with_market: bool = True,
+    seed_with: Callable[[Mapping[str, str]], None] = seed.seed,
     extra_env: Mapping[str, str] | None = None,
 ) -> Iterator[Up]:
     """Start everything, yield, and stop everything in the order that gives boxes back: serve, server, rehearsal.
 
     Without a market account in the environment the rehearsal is started too; `with_market` false leaves the market to the caller.
+    `seed_with` fills the rehearsal's bucket.
     `private_server` takes a free port and a Prefect home of its own, so that nobody's profile is touched.
     """
     with contextlib.ExitStack() as stack:
@@ -93,7 +95,7 @@ def running(
         if with_market and (force_rehearsal or not has_account()):
             up.rehearsal = stack.enter_context(rehearsal.start((STATE / "rehearsal").resolve(), faults=faults))
             environ.update(up.rehearsal.env, LIVERY_STATE_DIR=str((STATE / "state").resolve()), **_REHEARSAL_PACE)
-            seed.seed(up.rehearsal.env)
+            seed_with(up.rehearsal.env)
         elif faults:
             raise UpError("faults are for the rehearsal; a real market has its own")
         _await_server(up, server)
@@ -224,6 +226,7 @@ def _await_deployments(up: Up) -> None:
 def serve(process: Any, *, rehearsal: bool) -> None:
     """Serve one process's deployments until a signal; graceful on SIGTERM: the flow destroys its box before it ends."""
     import prefect
+    from prefect.deployments.runner import EntrypointType
     from prefect.schedules import Cron
 
     deployments = []
@@ -236,6 +239,8 @@ def serve(process: Any, *, rehearsal: bool) -> None:
                 parameters=dict(entry.parameters),
                 tags=list(entry.tags),
                 schedules=schedules,
+                # By module, so that it works from any folder and from an installed wheel.
+                entrypoint_type=EntrypointType.MODULE_PATH,
             )
         )
     # Unpaused on shutdown: a reaper that a restart paused would reap nothing and say nothing.

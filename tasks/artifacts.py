@@ -112,7 +112,7 @@ def _row(
         "steps": f"{step}/{steps}",
         "loss first": _number(first),
         "loss last": _number(last),
-        "reward": _number(metrics.get("reward")),
+        "reward": _spread(metrics.get("reward"), metrics.get("reward_std")),
     }
     for group, (norm, delta) in groups.items():
         row[f"{group} norm (change)"] = f"{norm:.2f} ({delta:.2f})" if delta is not None else f"{norm:.2f}"
@@ -121,6 +121,10 @@ def _row(
 
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}"
+
+
+def _spread(mean: float | None, deviation: float | None) -> str:
+    return "" if mean is None else f"{mean:.3f} ± {deviation:.3f}" if deviation is not None else f"{mean:.3f}"
 
 
 def show_plan(plan: Plan) -> None:

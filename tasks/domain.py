@@ -13,6 +13,8 @@ from pydantic import Field
 from training.contract.model import Frozen
 
 LABEL_PREFIX = "livery"
+# A global limit of Prefect's on runs that hold a box, made by `up`; where there is none, the account's cap on $/h alone decides.
+BOX_LIMIT = "rented-boxes"
 _LABEL = re.compile(r"^livery:([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}):(\d{1,3}):(\d{10})$")
 
 

@@ -41,8 +41,8 @@ class Guarded(Protocol):
     @property
     def recipe(self) -> Recipe: ...
 
-    def tell_alive(self) -> None:
-        """Touch the box's sign of life, for its dead-man switch."""
+    def tell_alive(self, until: float | None = None) -> None:
+        """Touch the box's sign of life, for its dead-man switch; with `until` as if it were touched then."""
 
 
 R = TypeVar("R", bound=Guarded)
@@ -58,7 +58,8 @@ def box_guard(
 ) -> Iterator[LeaseThread]:
     """Hold the lease while the body runs; afterwards give the box back by `destroy` (the task), or plainly if that raises anything.
 
-    With `keep` the box is held for `keep_hours` instead, unless that cannot be written to the bucket. Raises what the body raised;
+    With `keep` the box of a body that raised is held for `keep_hours` instead, unless that cannot be written to the bucket: there is
+    nothing to debug on the box of a run that succeeded. Raises what the body raised;
     DestroyUnverified, or what `destroy` raised, if the box may still bill, for that is then the more urgent news.
     """
     lease = LeaseThread(
@@ -71,14 +72,16 @@ def box_guard(
         clock=run.clock,
     )
     lease.start()
+    failed = True
     try:
         yield lease
+        failed = False
     finally:
         # A signal may still strike before the first line inside has run, so the plain call stands outside as well.
         try:
             with signals_ignored():
                 lease.stop()
-                if not (keep and _held(run)):
+                if not (keep and failed and _held(run)):
                     _destroy_or_say(destroy, run)
         except BaseException as error:
             with signals_ignored():
@@ -128,6 +131,10 @@ def _held(run: Guarded) -> bool:
     except StoreError as error:
         log.error("the box was to be kept, but that cannot be written to the bucket, so it is destroyed: %s", error)
         return False
+    try:
+        run.tell_alive(until)
+    except Exception as error:  # noqa: BLE001 - whatever reaching the box raises, the hold is promised and the box merely goes earlier
+        log.warning("the box was not told of its hold; its dead-man switch may end it sooner: %s", error)
     log.warning(
         "the box of flow run %s is KEPT and billed for %.1f h more, or until its hard end; the reaper destroys it then",
         run.flow_run_id,

@@ -64,6 +64,8 @@ class PhaseView:
 
     @property
     def sentence(self) -> str:
+        if not self.max_steps:
+            return f"{self.kind} is being prepared"
         loss = f", loss {self.loss_last:.4f}" if self.loss_last is not None else ""
         pace = f", {self.seconds_a_step:.2f} s a step" if self.seconds_a_step else ""
         return f"{self.kind} step {self.step}/{self.max_steps}{loss}{pace}"

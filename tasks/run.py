@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tasks.artifacts import Progress
-from tasks.domain import Box, Destruction, Endpoint, Flight, Plan, RankedOffer
+from tasks.domain import Box, Endpoint, Flight, Plan, RankedOffer
 from tasks.errors import AttemptsExhausted, BudgetReached, MarketError, NoOffers
 from tasks.flight import FlightRecorder
 from tasks.market import open_market
@@ -56,7 +56,7 @@ class Run:
         self.exported = store.size(layout.exported(recipe.name)) is not None and not self.phases_left()
         self.attempts = 0
         self.tried: set[int] = set()
-        self.destruction: Destruction | None = None
+        self.keep = False
 
     @property
     def key_path(self) -> Path:
@@ -175,6 +175,8 @@ class Run:
                 return first
             return _endpoints(self.market, box)
 
+        for endpoint in known[:1]:
+            log.info("reach it by: ssh -i %s -p %d %s@%s", box.key_path, endpoint.port, box.ssh_user, endpoint.host)
         self.box = box
         self.remote = Remote(box.ssh_user, box.key_path, box.known_hosts_path, resolve)
         return self.remote
@@ -185,8 +187,8 @@ class Run:
             self.remote.close()
         self.box = self.remote = self.watcher = None
 
-    def tell_alive(self) -> None:
-        """Touch the box's lease file, for its dead-man switch. Called by the lease thread, so with a connection and a market client of its own."""
+    def tell_alive(self, until: float | None = None) -> None:
+        """Touch the box's lease file, for its dead-man switch; with `until` as if it were touched then. Called by the lease thread, so with a connection and a market client of its own."""
         box = self.box
         if box is None:
             return
@@ -196,7 +198,7 @@ class Run:
                 box.instance_id,
                 Remote(box.ssh_user, box.key_path, box.known_hosts_path, lambda: _endpoints(market, box)),
             )
-        self._alive[1].run(f"touch {layout.BOX_ALIVE}", timeout_s=20)
+        self._alive[1].run(f"touch {f'-d @{until:.0f} ' if until else ''}{layout.BOX_ALIVE}", timeout_s=20)
 
     def _complete(self, kind: str) -> bool:
         manifest = self.manifests.get(kind)

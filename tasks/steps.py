@@ -13,11 +13,12 @@ from typing import Any
 from prefect import runtime, task
 from prefect.cache_policies import NO_CACHE
 from prefect.client.schemas.objects import State, TaskRun
+from prefect.concurrency.sync import concurrency
 
 from tasks import artifacts, billing, boxes, offers
 from tasks.data import prepare_data
 from tasks.destroy import destroy_run
-from tasks.domain import Box, Destruction, RankedOffer
+from tasks.domain import BOX_LIMIT, Box, Destruction, RankedOffer
 from tasks.errors import BoxError, LiveryError, UserError
 from tasks.guard import box_guard
 from tasks.log import guard_secrets, to_terminal
@@ -101,6 +102,7 @@ def rent_fit_box(run: Run) -> Box:
             prefetch(run, box)
             boxes.start_runner(run)
         except BoxError as error:
+            _raise_if_kept(run, error)
             give_back(run, error)
         else:
             return box
@@ -112,9 +114,16 @@ def replaced_if_lost(run: Run, box: Box) -> Iterator[None]:
     try:
         yield
     except BoxError as error:
+        _raise_if_kept(run, error)
         give_back(run, error)
     else:
         run.flight.end_attempt("done", wasted=False)
+
+
+def _raise_if_kept(run: Run, error: BoxError) -> None:
+    """A box to be debugged is not replaced: the run ends with it."""
+    if run.keep and run.box is not None:
+        raise error
 
 
 @task(
@@ -230,5 +239,10 @@ def give_back(run: Run, error: BoxError) -> None:
 @contextmanager
 def always_destroyed_and_billed(run: Run, *, keep: bool) -> Iterator[None]:
     """Whatever happens inside: boxes destroyed first, then the receipt, written even if Prefect no longer answers."""
-    with billing.receipt_written(run), box_guard(run, destroy, keep=keep or run.settings.keep_box):
+    run.keep = keep or run.settings.keep_box
+    with (
+        billing.receipt_written(run),
+        concurrency(BOX_LIMIT, raise_on_lease_renewal_failure=False),
+        box_guard(run, destroy, keep=run.keep),
+    ):
         yield

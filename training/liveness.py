@@ -174,7 +174,9 @@ def gradient_norms(model: Any, which: str, groups: Sequence[str], step: int) -> 
             + (f", while {', '.join(alive)} train" if alive else ""),
             group=group,
             tensor=dead[group][0],
-            cause=likely_cause(model, group),
+            cause=likely_cause(model, group)
+            if alive
+            else "the loss does not depend on the adapters at all, or its gradient overflowed and was clipped to zero",
         )
     return {group: math.sqrt(value) for group, value in squares.items()}
 

@@ -74,7 +74,8 @@ def lora_config(adapters: Adapters, family: str) -> LoraConfig:
         leaves += _GATE_LEAVES
     return LoraConfig(
         r=adapters.rank,
-        lora_alpha=adapters.alpha,
+        # Serving engines read a whole number here.
+        lora_alpha=int(adapters.alpha) if float(adapters.alpha).is_integer() else adapters.alpha,
         lora_dropout=0.0,  # PEFT cannot apply dropout to a fused expert
         bias="none",
         task_type="CAUSAL_LM",

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -153,19 +153,24 @@ def journey(tmp_path: Path, prefect_api: str) -> Iterator[Callable[..., Journey]
                 "PREFECT_LOGGING_EXTRA_LOGGERS": "tasks,flows",
                 **environ,
             }
-            store = Store(
-                world.env["LIVERY_BUCKET"],
-                endpoint_url=world.env["LIVERY_S3_ENDPOINT_URL"],
-                region=world.env["LIVERY_S3_REGION"],
-                access_key_id=world.env["LIVERY_S3_ACCESS_KEY_ID"],
-                secret_access_key=world.env["LIVERY_S3_SECRET_ACCESS_KEY"],
-            )
-            _seed(store)
+            store = store_of(world.env)
+            seed(store)
             made = Journey(world, variables, store, tmp_path)
             stack.callback(lambda: [child.stop(5) for child in made.children])
             return made
 
         yield make
+
+
+def store_of(environ: Mapping[str, str]) -> Store:
+    """The rehearsal's bucket with the control plane's key."""
+    return Store(
+        environ["LIVERY_BUCKET"],
+        endpoint_url=environ["LIVERY_S3_ENDPOINT_URL"],
+        region=environ["LIVERY_S3_REGION"],
+        access_key_id=environ["LIVERY_S3_ACCESS_KEY_ID"],
+        secret_access_key=environ["LIVERY_S3_SECRET_ACCESS_KEY"],
+    )
 
 
 # The counting trainer reads no weights, but the prefetch moves them: a few hundred kilobytes are enough to be measured.
@@ -194,7 +199,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 }
 
 
-def _seed(store: Store) -> None:
+def seed(store: Store) -> None:
     for name, data in _MODEL.items():
         store.put_bytes(f"models/tiny-moe/{name}", data)
     for kind, rows in ROWS.items():

@@ -36,8 +36,11 @@ class Run:
     clock: Any = time.time
     told: int = 0
 
-    def tell_alive(self) -> None:
+    held_until: float | None = None
+
+    def tell_alive(self, until: float | None = None) -> None:
         self.told += 1
+        self.held_until = until
 
 
 @pytest.fixture
@@ -116,14 +119,22 @@ def test_the_lease_thread_ends_with_the_guard(run: Run) -> None:
 
 def test_keep_keeps_until_it_expires_and_the_hook_honours_it(run: Run, pretend: Pretend) -> None:
     box = pretend.rented()
-    with box_guard(run, _destroyed, keep=True):
-        pass
+    with pytest.raises(RuntimeError), box_guard(run, _destroyed, keep=True):
+        raise RuntimeError("something to debug")
     assert [made.id for made in pretend.market.alive()] == [box]
     lease = read_lease(run.store, FLOW_RUN)
     assert lease is not None and lease.hold_until == pytest.approx(time.time() + 2 * 3600, abs=60)
     assert lease.expires_at <= time.time()
+    assert run.held_until == lease.hold_until, "the dead-man switch must not end it before"
     assert destroy_in_a_hurry(FLOW_RUN).kept_until == lease.hold_until
     assert pretend.market.alive()
+
+
+def test_the_box_of_a_run_that_succeeded_is_never_kept(run: Run, pretend: Pretend) -> None:
+    pretend.rented()
+    with box_guard(run, _destroyed, keep=True):
+        pass
+    assert not pretend.market.alive()
 
 
 def test_keep_does_not_swallow_what_the_body_raised(run: Run, pretend: Pretend) -> None:
@@ -135,8 +146,9 @@ def test_keep_does_not_swallow_what_the_body_raised(run: Run, pretend: Pretend) 
 
 def test_a_hold_that_cannot_be_written_destroys(run: Run, pretend: Pretend) -> None:
     pretend.rented()
-    with box_guard(run, _destroyed, keep=True):
+    with pytest.raises(RuntimeError), box_guard(run, _destroyed, keep=True):
         run.store.bucket = "gone"
+        raise RuntimeError("something to debug")
     assert not pretend.market.alive()
 
 
@@ -149,8 +161,8 @@ def test_the_keep_flag_is_read_by_its_value(
     monkeypatch.setenv("LIVERY_KEEP_BOX", word)
     run.settings = read_settings()
     pretend.rented()
-    with box_guard(run, _destroyed, keep=run.settings.keep_box):
-        pass
+    with pytest.raises(RuntimeError), box_guard(run, _destroyed, keep=run.settings.keep_box):
+        raise RuntimeError("something to debug")
     assert bool(pretend.market.alive()) is kept
 
 
