@@ -19,7 +19,7 @@ from tasks import artifacts, billing, boxes, offers
 from tasks.data import prepare_data
 from tasks.destroy import destroy_run
 from tasks.domain import BOX_LIMIT, Box, Destruction, RankedOffer
-from tasks.errors import BoxError, LiveryError, UserError
+from tasks.errors import BoxError, InstallFailed, LiveryError, PreflightFailed, RunAborted, TransferFailed, UserError
 from tasks.guard import box_guard
 from tasks.log import guard_secrets, to_terminal
 from tasks.market import open_market
@@ -84,6 +84,13 @@ def plan(run: Run) -> None:
         dollars(planned.run_usd),
         dollars(planned.max_usd),
     )
+    left_h = (run.deadline - run.clock()) / 3600
+    if planned.hours > left_h:
+        log.warning(
+            "about %.1f h are needed and %.1f h are allowed (budget.max_hours): it will stop at a manifest and go on when it is run again",
+            planned.hours,
+            left_h,
+        )
     run.take_off(planned)
 
 
@@ -104,6 +111,7 @@ def rent_fit_box(run: Run) -> Box:
         except BoxError as error:
             _raise_if_kept(run, error)
             give_back(run, error)
+            _raise_if_hopeless(error)
         else:
             return box
 
@@ -116,6 +124,7 @@ def replaced_if_lost(run: Run, box: Box) -> Iterator[None]:
     except BoxError as error:
         _raise_if_kept(run, error)
         give_back(run, error)
+        _raise_if_hopeless(error)
     else:
         run.flight.end_attempt("done", wasted=False)
 
@@ -124,6 +133,12 @@ def _raise_if_kept(run: Run, error: BoxError) -> None:
     """A box to be debugged is not replaced: the run ends with it."""
     if run.keep and run.box is not None:
         raise error
+
+
+def _raise_if_hopeless(error: BoxError) -> None:
+    """A failed check, install or transfer that is not the host's fault fails on every box: three in a row have been paid for that."""
+    if error.blame == "other" and isinstance(error, (PreflightFailed, InstallFailed, TransferFailed)):
+        raise RunAborted(f"{error}; another box would fail alike, so none is rented") from error
 
 
 @task(

@@ -76,6 +76,24 @@ def test_torch_grouped_mm_equals_the_plain_reference_with_an_empty_expert() -> N
     torch.testing.assert_close(experts.torch_grouped_mm(x, w, ends), experts.reference_grouped_mm(x, w, ends))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+def test_on_a_gpu_an_expert_without_tokens_gets_a_gradient_of_exactly_zero() -> None:
+    """Its rows of the result are allocated and not written; memory full of NaN would show it."""
+    generator, ends = torch.Generator("cuda").manual_seed(0), torch.tensor([0, 300, 300, 1024], dtype=torch.int32)
+    x = torch.randn(1024, 256, device="cuda", generator=generator).to(torch.bfloat16)
+    w = (torch.randn(4, 256, 32, device="cuda", generator=generator) / 16).to(torch.bfloat16).requires_grad_()
+    exact = w.detach().float().requires_grad_()
+    experts.reference_grouped_mm(x.float(), exact, ends).sum().backward()
+    poison = [torch.full((1 << 26,), float("nan"), device="cuda") for _ in range(4)]
+    del poison
+    experts.torch_grouped_mm(x, w, ends.cuda()).sum().backward()
+    assert w.grad is not None and exact.grad is not None
+    assert not w.grad[[0, 2]].any()
+    # bfloat16 keeps 8 bits: each product is off by at most 2^-9, and the errors of a sum average out.
+    assert float((w.grad.float() - exact.grad).norm() / exact.grad.norm()) < 1e-2
+
+
 def test_a_rank_that_is_no_multiple_of_eight_is_padded(tiny: Path) -> None:
     torch.manual_seed(0)
     config = LoraConfig(r=3, lora_alpha=6, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])

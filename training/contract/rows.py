@@ -67,7 +67,7 @@ def _parsed(line: bytes) -> tuple[Row, str]:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return {}, f"not UTF-8 at byte {error.start}; want UTF-8 text"
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         return {}, f"not JSON ({error}); want one JSON object a line"
     if not isinstance(row, dict):
         return {}, f"seen a {type(row).__name__}; want a JSON object"
@@ -136,11 +136,20 @@ def _arguments(function: Row, where: str) -> str:
     if not isinstance(arguments, dict):
         return f"{where}: seen {_shown(arguments)}; want a mapping"
     for name, value in arguments.items():
-        if value is None:
-            return (
-                f"{where}.{name}: is null; leave an argument that is not given out, or the model learns to write null"
-            )
+        if (null := _null_in(value, f"{where}.{name}")) is not None:
+            return f"{null}: is null; leave an argument that is not given out, or the model learns to write null"
     return ""
+
+
+def _null_in(value: Any, where: str) -> str | None:
+    """Where the first null lies; None if there is none."""
+    if value is None:
+        return where
+    if isinstance(value, dict):
+        return next((null for key, inner in value.items() if (null := _null_in(inner, f"{where}.{key}"))), None)
+    if isinstance(value, list):
+        return next((null for index, inner in enumerate(value) if (null := _null_in(inner, f"{where}[{index}]"))), None)
+    return None
 
 
 def _tools(row: Row) -> str:

@@ -1,0 +1,38 @@
+"""Stage B of preflight on a real card. Run it on a machine with one: `python -m pytest -m gpu tests/gpu`."""
+
+from __future__ import annotations
+
+import pytest
+
+from training.box.probe import probe_device
+from training.contract.recipe import Recipe, parse_recipe
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA card")]
+
+
+def recipe() -> Recipe:
+    return parse_recipe(
+        {
+            "name": "probe",
+            "model": {"source": "bucket:models/x", "family": "qwen3_5_moe", "size_gb": 1},
+            "phases": [{"kind": "sft", "data": "bucket:sft.jsonl", "steps": 1, "learning_rate": 1e-4}],
+            "box": {"tier": "h200"},
+            "budget": {"max_usd": 1},
+        }
+    )
+
+
+def test_every_check_of_stage_b_passes_and_its_facts_are_measured() -> None:
+    report = probe_device(recipe(), "n")
+    print(report.model_dump_json(indent=1))
+    assert report.ok, [check.sentence for check in report.failed]
+    assert {check.id for check in report.checks} >= {"matmul", "grouped_mm", "no_host_sync", "gpu_free"}
+    assert float(report.facts["matmul_tflops"]) > 10
+
+
+def test_memory_that_somebody_else_holds_is_seen() -> None:
+    held = torch.empty(int(0.2 * torch.cuda.mem_get_info()[0]), dtype=torch.uint8, device="cuda")
+    report = probe_device(recipe(), "n")
+    assert "gpu_free" in [check.id for check in report.failed]
+    del held
