@@ -30,6 +30,7 @@ from typing import Any
 
 from training.box.store import Store, StoreDenied, StoreError, StoreUnreachable
 from training.box.supervisor import read_env_file
+from training.box.transfer import MARKER, marker_holds
 from training.checkpoint import ADAPTER_FILES, Checkpoints, Found, Identity, Uploader, UploadFailed, sha256_of
 from training.contract import layout
 from training.contract.events import Abort, Evaluated, EventLog, Notice, RunnerEnd, RunnerStart
@@ -246,6 +247,8 @@ class Runner:
         missing = [str(path.relative_to(self._home.root)) for path in wanted if not path.exists()]
         if missing:
             raise Unusable(f"not on this box: {', '.join(missing)}; run the prefetch to its end first")
+        if not marker_holds(self._home.root):
+            raise Unusable(f"{MARKER} is missing, or files it names are not whole; run the prefetch to its end first")
 
     def _raise_if_told_to_stop(self) -> None:
         if self._stop.is_set():

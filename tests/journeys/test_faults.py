@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.journeys.conftest import Ended, Journey
+from tests.journeys.conftest import SHORT, Ended, Journey
 
 pytestmark = pytest.mark.journey
 Make = Callable[..., Journey]
-PHASES = ("cpt", "sft", "dpo", "kto", "grpo")
+ALL = ("cpt", "sft", "dpo", "kto", "grpo")
 
 
-def completed(journey: Journey, ended: Ended, *, boxes: int, phases: tuple[str, ...] = PHASES) -> None:
+def completed(journey: Journey, ended: Ended, *, boxes: int, phases: tuple[str, ...] = SHORT) -> None:
     assert ended.code == 0, ended.output[-4000:]
     assert journey.billed_now() == 0
     receipt = journey.receipt(ended.flow_run_id)
@@ -30,13 +30,13 @@ def completed(journey: Journey, ended: Ended, *, boxes: int, phases: tuple[str, 
 
 def test_a_run_with_nothing_wrong_is_paid_destroyed_and_told(journey: Make) -> None:
     here = journey()
-    ended = here.fly()
-    completed(here, ended, boxes=1)
+    ended = here.fly(phases=ALL)
+    completed(here, ended, boxes=1, phases=ALL)
     assert here.receipt(ended.flow_run_id).wasted_usd == 0
     assert here.store.size("runs/counting/adapter/exported.json")
     for secret in ("LIVERY_MARKET_API_KEY", "LIVERY_S3_SECRET_ACCESS_KEY", "LIVERY_BOX_S3_SECRET_ACCESS_KEY"):
         assert here.environ[secret] not in ended.output
-    again = here.fly()
+    again = here.fly(phases=ALL)
     assert again.code == 0
     assert len(here.labels()) == 1, "a finished run rents nothing"
 
@@ -76,8 +76,8 @@ def test_dropped_connections_in_mid_command_cost_nothing(journey: Make) -> None:
 
 def test_a_box_lost_in_mid_phase_is_replaced_and_the_phase_goes_on_from_its_manifest(journey: Make) -> None:
     here = journey("box.lost_at=sft:12")
-    ended = here.fly(here.recipe("step_seconds: 0.05", "step_seconds: 0.4"), phases=["cpt", "sft"])
-    completed(here, ended, boxes=2, phases=("cpt", "sft"))
+    ended = here.fly(here.recipe("step_seconds: 0.05", "step_seconds: 0.4"))
+    completed(here, ended, boxes=2)
     assert "phase cpt" not in [line.what for line in here.receipt(ended.flow_run_id).lines if line.attempt == 2], (
         "what was durable is not done again"
     )

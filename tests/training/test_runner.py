@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -240,3 +241,19 @@ def test_an_upload_that_never_works_ends_the_run_and_blames_the_box(make_box: Ma
 def test_the_shipped_counting_recipe_is_the_one_tested() -> None:
     assert recipe_of("counting").trainer == "counting"
     assert parse_recipe(recipe_of("counting").model_dump(mode="json")) == recipe_of("counting")
+
+
+@pytest.mark.parametrize("lost", ["prefetched.json", "data/sft.jsonl", "model/config.json"])
+def test_a_box_whose_prefetch_did_not_end_is_not_trained_on(make_box: MakeBox, tmp_path: Path, lost: str) -> None:
+    world = tmp_path / "world"
+    (world / "model").mkdir(parents=True)
+    (world / "datasets").mkdir()
+    (world / "model" / "config.json").write_text("{}")
+    for kind in (*KINDS, "evaluation"):
+        (world / "datasets" / f"{kind}.jsonl").write_text("{}")
+    box = make_box(recipe_of("tiny-moe"), "half-prefetched", world)
+    (box.root / lost).unlink()
+    assert box.run() == 1
+    abort = box.of("abort")[0]
+    assert abort.blame == "us" and lost in abort.reason
+    assert not box.of("phase_start")
