@@ -147,6 +147,8 @@ def _prefect_environment(private: bool) -> dict[str, str]:
         "PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT": "false",
         "PREFECT_FLOW_RUN_EXECUTE_SIGTERM_BEHAVIOR": "reschedule",
         "PREFECT_LOGGING_EXTRA_LOGGERS": "tasks,flows",
+        # Hooks and the reaper's own process log without a flow run; that is no reason for a warning.
+        "PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW": "ignore",
         "DO_NOT_TRACK": "1",
     }
 

@@ -70,6 +70,9 @@ def _finetune(arguments: argparse.Namespace) -> int:
         raise UserError(
             "PREFECT_API_URL is not set: start a server with `python -m deployments up` and export the address it prints"
         )
+    # Prefect reads these when it is imported: our own lines belong on the run's page.
+    os.environ.setdefault("PREFECT_LOGGING_EXTRA_LOGGERS", "tasks,flows")
+    os.environ.setdefault("PREFECT_LOGGING_TO_API_WHEN_MISSING_FLOW", "ignore")
     from flows.finetune import finetune
 
     finetune(arguments.recipe, run_name=arguments.run_name, max_usd=arguments.max_usd, max_steps=arguments.max_steps)

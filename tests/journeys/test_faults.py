@@ -126,7 +126,7 @@ def test_sigterm_destroys_the_box_and_writes_the_receipt_before_the_flow_ends(jo
 def test_a_run_of_the_same_name_goes_on_from_the_manifests_of_a_dead_one(journey: Make) -> None:
     here = journey()
     child = here.take_off()
-    here.wait_for(lambda: here.said("phase sft: 20 steps"))
+    here.wait_for(lambda: here.said("phase cpt step 20: durable"))
     child.process.terminate()
     child.process.wait(60)
     ended = here.fly()
