@@ -16,6 +16,7 @@ import httpx
 
 from deployments.up import STATE, Stopped, Up, UpError, running, unwinding_on_signals
 from tasks.domain import Receipt
+from tasks.phase import PHASES_CAPTION
 from tasks.receipt import dollars, table
 from training.box.store import Store
 from training.contract import layout
@@ -66,7 +67,10 @@ def watch(up: Up, run_id: str, kill_at: str | None = None) -> str:
         offset += len(records)
         for record in records:
             # Prefect's "Finished in state Completed" names no task; what the task said itself is above it.
-            if record["message"] != "Finished in state Completed()":
+            # The receipt comes again at the end, from the bucket.
+            if record["message"] != "Finished in state Completed()" and not record["message"].startswith(
+                "receipt of run"
+            ):
                 print(_line(record), flush=True)
             if kill_at and kill_at in record["message"]:
                 kill_at = None
@@ -123,6 +127,7 @@ def _expects_crash(state: str, run_id: str) -> bool:
 
 
 def _print_phases(rows: list[dict[str, Any]]) -> None:
+    print(f"phases: {PHASES_CAPTION[0].lower()}{PHASES_CAPTION[1:]}")
     columns = list(dict.fromkeys(key for row in rows for key in row))
     widths = {column: max(len(column), *(len(str(row.get(column, ""))) for row in rows)) for column in columns}
     print("  " + "  ".join(column.ljust(widths[column]) for column in columns))

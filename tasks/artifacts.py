@@ -18,7 +18,7 @@ from prefect.artifacts import (
 from prefect.exceptions import PrefectException
 
 from tasks.domain import Plan, Receipt
-from tasks.phase import RunView
+from tasks.phase import PHASES_CAPTION, RunView
 from tasks.receipt import markdown
 from training.contract.manifest import Manifest
 from training.contract.recipe import Recipe
@@ -115,7 +115,7 @@ def _row(
         "reward": _spread(metrics.get("reward"), metrics.get("reward_std")),
     }
     for group, (norm, delta) in groups.items():
-        row[f"{group} norm (change)"] = f"{norm:.2f} ({delta:.2f})" if delta is not None else f"{norm:.2f}"
+        row[group] = f"{norm:.2f} ({delta:.2f})" if delta is not None else f"{norm:.2f}"
     return {**row, "source": source}
 
 
@@ -158,11 +158,7 @@ def show_plan(plan: Plan) -> None:
 
 
 def show_phases(rows: list[dict[str, Any]]) -> None:
-    _shown(
-        lambda: create_table_artifact(
-            table=rows, key="phases", description="Loss and norm of each LoRA group, phase by phase"
-        )
-    )
+    _shown(lambda: create_table_artifact(table=rows, key="phases", description=PHASES_CAPTION))
 
 
 def show_receipt(receipt: Receipt) -> None:

@@ -30,6 +30,7 @@ from training.contract.recipe import Budget
 
 log = logging.getLogger(__name__)
 RUNNER = "runner"
+PHASES_CAPTION = "Loss first and last, reward (mean ± deviation), and of each LoRA group its norm at the end of the phase (and the norm of its change in it)"
 # Asking the market costs one of its rate-limited calls; a box that answers need not be asked about.
 _MARKET_EVERY_S = 10.0
 _RETURNED = {"exited", "offline", "stopped", "unknown", "frozen"}
