@@ -16,18 +16,15 @@ from prefect.client.schemas.objects import State, TaskRun
 from prefect.concurrency.sync import concurrency
 
 from tasks import artifacts, billing, boxes, offers
-from tasks.data import prepare_data
 from tasks.destroy import destroy_run
 from tasks.domain import BOX_LIMIT, Box, Destruction, RankedOffer
-from tasks.errors import BoxError, InstallFailed, LiveryError, PreflightFailed, RunAborted, TransferFailed, UserError
+from tasks.errors import BoxError, InstallFailed, LiveryError, PreflightFailed, RunAborted, TransferFailed
 from tasks.guard import box_guard
-from tasks.log import guard_secrets, to_terminal
-from tasks.market import open_market
+from tasks.log import to_terminal
+from tasks.prepare import prepare_run
 from tasks.receipt import dollars
-from tasks.recipes import find_recipe, load_recipe
 from tasks.run import Run
 from tasks.settings import settings
-from tasks.stores import checked_store
 from tasks.upload import UplinkWatch
 
 log = logging.getLogger(__name__)
@@ -52,19 +49,8 @@ _RETRIED: dict[str, Any] = {**_PLAIN, "retries": 2, "retry_delay_seconds": [2, 1
 @task(name="prepare", task_run_name="prepare", timeout_seconds=_HOUR, **_RETRIED)
 def prepare(recipe: str, overrides: Mapping[str, Any]) -> Run:
     """Everything that can be wrong for free: settings, recipe, bucket, data, market key. Nothing is rented."""
-    current = settings()
-    guard_secrets(current)
     to_terminal()
-    wanted = load_recipe(recipe, overrides)
-    if wanted.budget.max_hours > current.max_age_hours:
-        raise UserError(
-            f"budget.max_hours: {wanted.budget.max_hours:g} is more than the reaper lets a box live (LIVERY_MAX_AGE_HOURS={current.max_age_hours:g}); raise that or lower this"
-        )
-    store = checked_store(current)
-    resolved, digests = prepare_data(wanted, store, find_recipe(recipe).parent)
-    market = open_market(current)
-    log.info("run '%s' in bucket %s, market account %s", resolved.name, current.bucket, market.account_id())
-    return Run(resolved, digests, str(runtime.flow_run.id), market, store, current)
+    return prepare_run(recipe, overrides, str(runtime.flow_run.id), settings())
 
 
 @task(name="plan", task_run_name="plan", timeout_seconds=10 * _MINUTE, **_RETRIED)
@@ -126,7 +112,7 @@ def replaced_if_lost(run: Run, box: Box) -> Iterator[None]:
         give_back(run, error)
         _raise_if_hopeless(error)
     else:
-        run.flight.end_attempt("done", wasted=False)
+        run.flight.attempt_done()
 
 
 def _raise_if_kept(run: Run, error: BoxError) -> None:
@@ -257,7 +243,22 @@ def always_destroyed_and_billed(run: Run, *, keep: bool) -> Iterator[None]:
     run.keep = keep or run.settings.keep_box
     with (
         billing.receipt_written(run),
-        concurrency(BOX_LIMIT, raise_on_lease_renewal_failure=False),
+        _slot(),
         box_guard(run, destroy, keep=run.keep),
     ):
+        run.started_at = run.clock()  # budget.max_hours must not be used up by the wait for a slot
         yield
+
+
+@contextmanager
+def _slot() -> Iterator[None]:
+    """A place among the runs that may hold a box. It is given back by its own lease if the server is gone by then: no reason to fail a run that ended well."""
+    slot = concurrency(BOX_LIMIT, raise_on_lease_renewal_failure=False)
+    slot.__enter__()
+    try:
+        yield
+    finally:
+        try:
+            slot.__exit__(None, None, None)
+        except Exception as error:  # noqa: BLE001 - protects the run's own outcome from a server that does not answer
+            log.warning("the slot '%s' is not given back yet: %s: %s", BOX_LIMIT, type(error).__name__, error)
