@@ -20,7 +20,7 @@ VENV := .venv/.stamp
 demo: $(VENV)
 	@.venv/bin/python -m deployments demo $(foreach fault,$(FAULT),--fault '$(fault)') $(if $(filter 1 true yes on,$(KEEP_UP)),--keep-up)
 
-test: $(VENV)
+test: check
 	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 2 --dist loadgroup --no-loadscope-reorder tests
 
 check: $(VENV)

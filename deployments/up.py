@@ -123,7 +123,7 @@ def has_account() -> bool:
     names = {name for name, value in os.environ.items() if value}
     with contextlib.suppress(OSError):
         names |= {
-            line.partition("=")[0].strip()
+            line.partition("=")[0].strip().removeprefix("export ").strip()
             for line in Path(".env").read_text().splitlines()
             if line.partition("=")[2].strip()
         }

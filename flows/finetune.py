@@ -44,6 +44,7 @@ def finetune(
     max_dph_usd: float | None = None,
     countries: list[str] | None = None,
     interruptible: bool | None = None,
+    fresh: bool = False,
     keep_box: bool = False,
 ) -> str:
     """Rent a box that passes every check, train the phases, upload, evaluate, export, destroy the box, write the receipt.
@@ -54,16 +55,17 @@ def finetune(
         phases: Only these phases of the recipe.
         max_steps: At most so many steps in each phase.
         max_usd: Dollars for the whole run, failed boxes included.
-        max_hours: Hours from now to the box's hard end.
+        max_hours: Hours to the end of the box, counted from when the run may rent one.
         attempts: Boxes that may be tried.
         tier: The kind of card.
         max_dph_usd: Dollars an hour that a box may cost.
         countries: Two-letter codes of countries to rent in.
         interruptible: Bid for a box that may be reclaimed; for short runs.
+        fresh: Begin at the beginning, under a name of its own (the run's name and the flow run's id).
         keep_box: Keep the box of a failed run for debugging; it is destroyed after LIVERY_KEEP_HOURS.
     """
-    overrides = {name: value for name, value in locals().items() if name not in {"recipe", "keep_box"}}
-    run = steps.prepare(recipe, overrides)
+    overrides = {name: value for name, value in locals().items() if name not in {"recipe", "fresh", "keep_box"}}
+    run = steps.prepare(recipe, overrides, fresh)
     with steps.always_destroyed_and_billed(run, keep=keep_box):
         while run.unfinished():
             steps.plan(run)

@@ -34,10 +34,12 @@ def _settle(run: Run, outcome: str, *, show: bool) -> None:
     if run.recorder is None:
         log.info("nothing was rented, so there is nothing to bill")
         return
-    run.recorder.end_attempt(outcome, wasted=run.watcher is None or run.watcher.view.last_durable_at() is None)
+    run.recorder.attempt_failed(outcome, run.view.last_durable_at())
     run.recorder.end(outcome)
     try:
-        receipt = write_receipt(run.store, run.market, run.flow_run_id, "flow", now=run.clock())
+        receipt = write_receipt(
+            run.store, run.market, run.flow_run_id, "flow", now=run.clock(), flight=run.recorder.flight
+        )
     except (MarketError, StoreError) as error:
         log.error(
             "the receipt could not be written: %s; write it later with: python -m flows receipt %s",

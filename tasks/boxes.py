@@ -53,6 +53,7 @@ def rent(run: Run, ranked: RankedOffer, attempt: int) -> Box:
         try:
             instance = renting.rent(run.market, run.store, request, run.settings)
         except OfferGone as error:
+            run.uncounted += 1
             raise BootFailed(f"{error}; next offer", blame="other") from None
         except Rejected as error:
             if error.instance_id is None:
@@ -152,7 +153,7 @@ def start_runner(run: Run) -> None:
         EventTail(run.login, clock=run.clock),
         run.market.show,
         run.recipe.budget,
-        spent_usd=run.flight.spent_usd,
+        spent_usd=run.spent_usd,
         deadline=run.deadline,
         poll_s=run.settings.poll_s,
         clock=run.clock,
@@ -167,13 +168,12 @@ def start_runner(run: Run) -> None:
 def give_back(run: Run, error: BoxError) -> None:
     """Save what the box can still tell, destroy it, remember the machine. DestroyUnverified if it may still bill: then nothing more is rented."""
     log.warning("attempt %d given back: %s", run.attempts, error)
-    durable_at = run.watcher.view.last_durable_at() if run.watcher else None
     keep_events(run)
-    _recall_instance(run)
-    run.flight.wasted_since(durable_at)
-    run.flight.end_attempt(str(error).splitlines()[0], wasted=durable_at is None)
+    _recall_boxes(run)
+    run.flight.attempt_failed(str(error).splitlines()[0], run.view.last_durable_at())
     machine_id = run.flight.flight.attempts[-1].machine_id
     run.close()
+    run.watcher = None
     result = destroy_run(run.market, run.flow_run_id, store=run.store)
     if not result.clean:
         raise DestroyUnverified(
@@ -210,16 +210,12 @@ def keep_events(run: Run) -> None:
         log.warning("box %d: its events are not in the bucket: %s", run.box.instance_id, error)
 
 
-def _recall_instance(run: Run) -> None:
-    """A box that failed before it ran is known by its intent only; the receipt needs its id."""
-    last = run.flight.flight.attempts[-1]
-    if last.instance_id is None:
-        try:
-            for intent in read_intents(run.store, run.flow_run_id):
-                if intent.attempt == last.attempt and intent.instance_id is not None:
-                    run.flight.known(intent.instance_id)
-        except StoreError as error:
-            log.warning("attempt %d: its intent cannot be read: %s", last.attempt, error)
+def _recall_boxes(run: Run) -> None:
+    """A box that failed before it ran is known by its intent only; the budget needs its id."""
+    try:
+        run.flight.know_boxes(read_intents(run.store, run.flow_run_id))
+    except StoreError as error:
+        log.warning("attempt %d: its intent cannot be read: %s", run.attempts, error)
 
 
 def _remember(run: Run, machine_id: int, reason: str) -> None:

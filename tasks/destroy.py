@@ -51,7 +51,11 @@ def destroy_run(
     Raises nothing of the market's: what could not be verified is in `unverified` and `reason`. With a store the intents of the run
     are closed, or an alarm is written.
     """
-    hunt = _Hunt(market, lambda listing: _labelled(listing, flow_run_id), set(also), deadline_s, poll_s, clock, sleep)
+    known = set(also)
+    if store is not None:
+        # A new box may stay out of the listing for minutes; the intent has its id.
+        known |= _in_time(lambda: _open_ids(store, flow_run_id), set[int]())
+    hunt = _Hunt(market, lambda listing: _labelled(listing, flow_run_id), known, deadline_s, poll_s, clock, sleep)
     result = hunt.run(flow_run_id)
     if store is not None:
         _write_down(store, result, whole_run=True)
@@ -213,7 +217,14 @@ def _write_down(store: Store, result: Destruction, *, whole_run: bool) -> None:
     """Close the intents of what is gone, or leave an alarm. A bucket that does not answer must not undo a destroy that worked."""
     try:
         if result.clean:
-            for intent in read_intents(store, result.flow_run_id):
+            intents = read_intents(store, result.flow_run_id)
+            named = {each for intent in intents for each in (intent.instance_id, *intent.also_ids)}
+            nameless = [intent for intent in intents if intent.instance_id is None and intent.state != "refused"]
+            stray = tuple(each for each in result.gone if each not in named)
+            for intent in intents:
+                if stray and nameless == [intent]:
+                    # Its process died before it heard of the box; the receipt needs the id.
+                    intent = intent.model_copy(update={"instance_id": stray[0], "also_ids": stray[1:]})
                 if intent.state != "refused" and (whole_run or intent.instance_id in result.gone):
                     closed = intent.model_copy(update={"state": "destroyed"})
                     store.put_bytes(
@@ -240,7 +251,13 @@ def _hold_of(store: Store, flow_run_id: str) -> float | None:
 
 
 def _known_ids(store: Store, flow_run_id: str) -> set[int]:
-    return {intent.instance_id for intent in read_intents(store, flow_run_id) if intent.instance_id is not None}
+    intents = read_intents(store, flow_run_id)
+    return {each for intent in intents for each in (intent.instance_id, *intent.also_ids) if each is not None}
+
+
+def _open_ids(store: Store, flow_run_id: str) -> set[int]:
+    intents = [intent for intent in read_intents(store, flow_run_id) if intent.state != "destroyed"]
+    return {each for intent in intents for each in (intent.instance_id, *intent.also_ids) if each is not None}
 
 
 def _in_time(read: Callable[[], T], otherwise: T, limit_s: float = 4.0) -> T:

@@ -135,6 +135,8 @@ class Intent(Frozen):
     written_at: float
     state: Literal["written", "created", "refused", "unresolved", "destroyed"] = "written"
     instance_id: int | None = None
+    also_ids: tuple[int, ...] = ()
+    """Further boxes of the same call: an offer can be accepted twice."""
     reason: str = ""
 
 
@@ -250,6 +252,8 @@ class Attempt(Frozen):
     offer_id: int
     dph_usd: float
     instance_id: int | None = None
+    also_ids: tuple[int, ...] = ()
+    """Further boxes of the same create call; they are given back at once, and billed."""
     spans: tuple[Span, ...] = ()
     ended: str = ""
     """Why the box was given back: `done`, or the failure's sentence."""
@@ -277,7 +281,8 @@ class ReceiptLine(Frozen):
     attempt: int
     instance_id: int | None
     hours: float
-    usd: float
+    usd: float | None
+    """None when the market's charges could not be read."""
     wasted: bool = False
     reason: str = ""
 

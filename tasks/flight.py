@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from tasks.domain import Attempt, Flight, Instance, Offer, Span
+from tasks.domain import Attempt, Flight, Instance, Intent, Offer, Span
 from training.box.store import Store, StoreError
 from training.contract import layout
 
@@ -43,13 +43,19 @@ class FlightRecorder:
     def rented(self, instance: Instance) -> None:
         self._last(instance_id=instance.id, dph_usd=instance.dph_total_usd or self.flight.attempts[-1].dph_usd)
 
-    def known(self, instance_id: int) -> None:
-        """The box's id became known after the attempt failed."""
-        self._last(instance_id=instance_id)
+    def know_boxes(self, intents: Iterable[Intent]) -> None:
+        """Ids of boxes that failed before they ran are known by their intents only."""
+        self._attempts(with_boxes_of(self.flight, intents).attempts)
 
-    def end_attempt(self, reason: str, *, wasted: bool) -> None:
+    def attempt_done(self) -> None:
+        """The box has done all that was left."""
+        self._last(ended="done")
+
+    def attempt_failed(self, reason: str, durable_at: float | None) -> None:
+        """The box is given back; what it did after its last durable manifest, or all without one, is wasted. Once an attempt."""
         if self.flight.attempts and not self.flight.attempts[-1].ended:
-            self._last(ended=reason, wasted=wasted)
+            failed = _failed(self.flight.attempts[-1], reason, durable_at, self._clock())
+            self._attempts((*self.flight.attempts[:-1], failed))
 
     def end(self, outcome: str) -> None:
         self.flight = self.flight.model_copy(update={"ended_at": self._clock(), "outcome": outcome})
@@ -69,15 +75,6 @@ class FlightRecorder:
             raise
         else:
             self._close_span("ok", "")
-
-    def wasted_since(self, moment: float | None) -> None:
-        """Note on the last span how much of it has to be done again on another box."""
-        spans = self.flight.attempts[-1].spans if self.flight.attempts else ()
-        if spans:
-            last = spans[-1]
-            end = last.ended_at or self._clock()
-            lost = max(0.0, end - max(moment or last.started_at, last.started_at))
-            self._last(spans=(*spans[:-1], last.model_copy(update={"wasted_s": round(lost, 3)})))
 
     def spent_usd(self) -> float:
         """An estimate from time and $/h, for budgets; the bill itself comes from the market."""
@@ -108,6 +105,48 @@ def read_flight(store: Store, flow_run_id: str) -> Flight | None:
     """The flight record, None if that run never wrote one."""
     data = store.get_bytes(layout.flight(flow_run_id))
     return Flight.model_validate_json(data) if data is not None else None
+
+
+def with_boxes_of(flight: Flight, intents: Iterable[Intent]) -> Flight:
+    """The flight with every box that its intents know of: a process that dies while a box boots has not put it on record yet."""
+    known = {intent.attempt: intent for intent in intents}
+    attempts = []
+    for attempt in flight.attempts:
+        intent = known.get(attempt.attempt)
+        if intent is not None and intent.label == attempt.label:
+            instance_id = attempt.instance_id if attempt.instance_id is not None else intent.instance_id
+            attempt = attempt.model_copy(update={"instance_id": instance_id, "also_ids": intent.also_ids})
+        attempts.append(attempt)
+    return flight.model_copy(update={"attempts": tuple(attempts)})
+
+
+def last_sign(flight: Flight) -> float:
+    """When the flow last wrote that a step began or ended."""
+    spans = flight.attempts[-1].spans if flight.attempts else ()
+    return max(
+        (moment for span in spans for moment in (span.started_at, span.ended_at) if moment), default=flight.started_at
+    )
+
+
+def closed_for_the_dead(flight: Flight, store: Store, reason: str, now: float) -> Flight:
+    """The flight of a process that ended without a word. Its last attempt is judged by the bucket: what no manifest holds is wasted."""
+    last = flight.attempts[-1] if flight.attempts else None
+    if last is None or last.ended:
+        return flight
+    began = last.spans[0].started_at if last.spans else now
+    written = [item.modified for item in store.list(f"{layout.run(flight.run)}/manifests/")]
+    durable_at = max((moment for moment in written if began <= moment <= now), default=None)
+    return flight.model_copy(update={"attempts": (*flight.attempts[:-1], _failed(last, reason, durable_at, now))})
+
+
+def _failed(attempt: Attempt, reason: str, durable_at: float | None, now: float) -> Attempt:
+    spans = []
+    for span in attempt.spans:
+        end = span.ended_at if span.ended_at is not None else now
+        lost = 0.0 if durable_at is None else max(0.0, end - max(durable_at, span.started_at))
+        outcome = "interrupted" if span.outcome == "running" else span.outcome
+        spans.append(span.model_copy(update={"ended_at": end, "outcome": outcome, "wasted_s": round(lost, 3)}))
+    return attempt.model_copy(update={"ended": reason, "wasted": durable_at is None, "spans": tuple(spans)})
 
 
 def spent_usd(flight: Flight, now: float) -> float:

@@ -41,6 +41,10 @@ class Guarded(Protocol):
     @property
     def recipe(self) -> Recipe: ...
 
+    @property
+    def box(self) -> object | None:
+        """The box that a person could log in to, if there is one."""
+
     def tell_alive(self, until: float | None = None) -> None:
         """Touch the box's sign of life, for its dead-man switch; with `until` as if it were touched then."""
 
@@ -59,7 +63,7 @@ def box_guard(
     """Hold the lease while the body runs; afterwards give the box back by `destroy` (the task), or plainly if that raises anything.
 
     With `keep` the box of a body that raised is held for `keep_hours` instead, unless that cannot be written to the bucket: there is
-    nothing to debug on the box of a run that succeeded. Raises what the body raised;
+    nothing to debug on the box of a run that succeeded, nor on one that never let us in. Raises what the body raised;
     DestroyUnverified, or what `destroy` raised, if the box may still bill, for that is then the more urgent news.
     """
     lease = LeaseThread(
@@ -81,7 +85,7 @@ def box_guard(
         try:
             with signals_ignored():
                 lease.stop()
-                if not (keep and failed and _held(run)):
+                if not (keep and failed and run.box is not None and _held(run)):
                     _destroy_or_say(destroy, run)
         except BaseException as error:
             with signals_ignored():

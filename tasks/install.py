@@ -142,7 +142,7 @@ def _install(remote: Remote, recipe: Recipe, venv: str, *, extra: str, state_dir
     script = _SCRIPT.format(
         home=layout.BOX_HOME,
         venv=venv,
-        requirement=f"livery{extra} @ file://'\"$HOME\"'/{layout.BOX_HOME}/{wheel.name}",
+        requirement=f"livery{extra} @ file://'\"${{HOME// /%20}}\"'/{layout.BOX_HOME}/{wheel.name}",
     )
     name = f"install-{Path(venv).name}"
     token = hashlib.sha256(script.encode() + wheel.parent.name.encode()).hexdigest()[:16]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tasks.domain import Box, Instance
-from tasks.errors import BoxLost, BudgetReached, RunAborted
+from tasks.errors import BoxLost, BudgetReached, MarketError, RunAborted
 from tasks.remote.jobs import EventTail, Jobs
 from training.contract.events import (
     Abort,
@@ -18,6 +18,7 @@ from training.contract.events import (
     Event,
     Exported,
     Guard,
+    Heartbeat,
     Notice,
     PhaseEnd,
     PhaseStart,
@@ -31,6 +32,15 @@ from training.contract.recipe import Budget
 log = logging.getLogger(__name__)
 RUNNER = "runner"
 PHASES_CAPTION = "Loss first and last, reward (mean ± deviation), and of each LoRA group its norm at the end of the phase (and the norm of its change in it)"
+# What a passed liveness check measured, by its stage.
+_STAGES = {
+    "attach": "lora_B tensors of each group",
+    "packing": "packed rows equal unpacked ones, largest difference",
+    "canary": "noise in lora_B moves the loss by",
+    "step1": "gradient norm of lora_B",
+    "step2": "gradient norm of lora_A",
+    "end": "norm of the change in this phase",
+}
 # Asking the market costs one of its rate-limited calls; a box that answers need not be asked about.
 _MARKET_EVERY_S = 10.0
 _RETURNED = {"exited", "offline", "stopped", "unknown", "frozen"}
@@ -82,6 +92,8 @@ class RunView:
     exported: Exported | None = None
     evaluated: list[Evaluated] = field(default_factory=list)
     done_before: tuple[str, ...] = ()
+    in_step_s: float = 0.0
+    """How long the present step has gone on, by the runner's last heartbeat."""
 
     def absorb(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -96,6 +108,8 @@ class RunView:
 
     def _absorb(self, event: Event) -> None:
         match event:
+            case Heartbeat():
+                self.in_step_s = event.in_step_s or 0.0
             case RunnerStart():
                 self.done_before = event.done
             case PhaseStart():
@@ -111,8 +125,14 @@ class RunView:
             case Step():
                 self._step(event)
             case Guard():
-                groups = ", ".join(f"{name} {value:.3g}" for name, value in event.groups.items())
-                log.info("phase %s step %d: %s check passed: %s", event.phase, event.step, event.stage, groups)
+                groups = ", ".join(f"{name} {value:.3g}" for name, value in sorted(event.groups.items()))
+                log.info(
+                    "phase %s step %d: alive: %s: %s",
+                    event.phase,
+                    event.step,
+                    _STAGES.get(event.stage, event.stage),
+                    groups,
+                )
             case CheckpointSaved():
                 log.info(
                     "phase %s step %d: checkpoint saved on the box, %.1f MB", event.phase, event.step, event.bytes / 1e6
@@ -209,6 +229,7 @@ class Watcher:
                 return
             self._refuse_aborted()
             self._refuse_overspent()
+            self._refuse_hung()
             # A box that speaks lives: only silence is worth a second question.
             if not events:
                 self._refuse_dead()
@@ -248,6 +269,13 @@ class Watcher:
                 f"budget.max_hours = {self._budget.max_hours:g} is over; what the manifests name is in the bucket, run again to go on"
             )
 
+    def _refuse_hung(self) -> None:
+        """A heart may beat beside a step that never ends, and each beat is an event: only the step's own length tells."""
+        if self.view.in_step_s > self._budget.silent_s:
+            raise BoxLost(
+                f"box {self._box.instance_id}: a step has not ended for {self.view.in_step_s:.0f} s (budget.silent_s = {self._budget.silent_s})"
+            )
+
     def _refuse_dead(self) -> None:
         job = self._jobs.poll(RUNNER, self._log_offset)
         self._log_offset = job.offset
@@ -278,7 +306,11 @@ class Watcher:
         if now - self._asked_market_at < _MARKET_EVERY_S:
             return
         self._asked_market_at = now
-        instance = self._show(self._box.instance_id)
+        try:
+            instance = self._show(self._box.instance_id)
+        except MarketError as error:
+            log.warning("box %d does not answer, nor does the market: %s", self._box.instance_id, error)
+            return
         if instance is None:
             raise BoxLost(f"box {self._box.instance_id}: the market no longer has it")
         if instance.actual_status in _RETURNED:

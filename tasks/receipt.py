@@ -10,9 +10,11 @@ import time
 from collections import defaultdict
 from typing import Literal
 
+from tasks.destroy import read_intents
 from tasks.domain import Attempt, Charge, Flight, Receipt, ReceiptLine, Span
 from tasks.errors import MarketError
-from tasks.flight import read_flight
+from tasks.flight import closed_for_the_dead, last_sign, read_flight, with_boxes_of
+from tasks.lease import read_lease
 from tasks.market import open_market
 from tasks.market.protocol import Market
 from tasks.settings import settings
@@ -22,6 +24,7 @@ from training.contract import layout
 
 log = logging.getLogger(__name__)
 Writer = Literal["flow", "hook", "reaper", "command"]
+DAY_S = 86_400  # a market that books by the day dates a charge at its midnight
 # Bandwidth is charged by the byte, so it belongs to the steps that move bytes, whatever their length.
 _DOWN_STEPS, _UP_STEPS = ("prefetch", "install"), ("upload", "export")
 
@@ -35,18 +38,41 @@ def settle(flow_run_id: str, written_by: Writer) -> Receipt | None:
 
 
 def write_receipt(
-    store: Store, market: Market, flow_run_id: str, written_by: Writer, *, now: float | None = None
+    store: Store,
+    market: Market,
+    flow_run_id: str,
+    written_by: Writer,
+    *,
+    now: float | None = None,
+    flight: Flight | None = None,
 ) -> Receipt | None:
-    """Make the receipt and put it into the bucket. StoreError if it cannot be kept."""
-    flight = read_flight(store, flow_run_id)
+    """Make the receipt and put it into the bucket. StoreError if it cannot be kept.
+
+    The flow gives its own `flight`: what the bucket holds may be older. Everybody else reads it there.
+    """
+    flight = flight or read_flight(store, flow_run_id)
     if flight is None:
         return None
+    flight = with_boxes_of(flight, read_intents(store, flow_run_id))
     moment = time.time() if now is None else now
-    if flight.outcome == "running" and written_by != "flow":
-        flight = flight.model_copy(update={"outcome": f"ended by the {written_by}"})
+    if flight.outcome == "running" and _is_dead(store, flow_run_id, written_by, moment):
+        outcome = f"ended by the {written_by}"
+        earlier = read_receipt(store, flight.run, flow_run_id)
+        if earlier is not None and earlier.instances_left == 0 and earlier.written_at >= last_sign(flight):
+            # Its boxes were gone by then, so nothing went on since.
+            outcome, moment = earlier.outcome, min(moment, earlier.written_at)
+        flight = closed_for_the_dead(flight, store, outcome, moment).model_copy(update={"outcome": outcome})
     receipt = _receipt(flight, market, written_by, moment)
     store.put_bytes(layout.receipt(flight.run, flow_run_id), receipt.model_dump_json(indent=1).encode())
     return receipt
+
+
+def _is_dead(store: Store, flow_run_id: str, written_by: Writer, now: float) -> bool:
+    """Hook and reaper come when the flow's process is gone; a person may ask for the bill of a run that goes on."""
+    if written_by != "command":
+        return written_by != "flow"
+    lease = read_lease(store, flow_run_id)
+    return lease is None or lease.expires_at <= now
 
 
 def _receipt(flight: Flight, market: Market, written_by: Writer, now: float) -> Receipt:
@@ -63,10 +89,10 @@ def _receipt(flight: Flight, market: Market, written_by: Writer, now: float) -> 
         outcome=flight.outcome,
         planned_usd=flight.planned_usd,
         paid_usd=None if charges is None else round(sum(by_kind.values()), 6),
-        wasted_usd=None if charges is None else round(sum(line.usd for line in lines if line.wasted), 6),
+        wasted_usd=None if charges is None else round(sum(line.usd or 0.0 for line in lines if line.wasted), 6),
         charges={kind: round(usd, 6) for kind, usd in sorted(by_kind.items())},
         lines=lines,
-        boxes=sum(attempt.instance_id is not None for attempt in flight.attempts),
+        boxes=len(_boxes(flight)),
         instances_left=left,
         written_by=written_by,
         written_at=now,
@@ -75,14 +101,28 @@ def _receipt(flight: Flight, market: Market, written_by: Writer, now: float) -> 
 
 
 def _charges(flight: Flight, market: Market, now: float, notes: list[str]) -> list[Charge] | None:
-    ids = tuple(attempt.instance_id for attempt in flight.attempts if attempt.instance_id is not None)
+    ids = _boxes(flight)
     if not ids:
         return []
     try:
-        return market.charges(ids, flight.started_at - 60, now + 60)
+        charges = market.charges(ids, flight.started_at - DAY_S, max(now, flight.ended_at or now) + 60)
     except MarketError as error:
         notes.append(f"the market's charges could not be read ({error}); paid and wasted are unknown, not zero")
         return None
+    if silent := sorted(set(ids) - {charge.instance_id for charge in charges}):
+        notes.append(
+            f"the market lists no charges of box {', '.join(map(str, silent))} yet; paid and wasted are unknown, not zero; "
+            f"ask again later: python -m flows receipt {flight.flow_run_id}"
+        )
+        return None
+    return charges
+
+
+def _boxes(flight: Flight) -> tuple[int, ...]:
+    made = [
+        each for attempt in flight.attempts for each in (attempt.instance_id, *attempt.also_ids) if each is not None
+    ]
+    return tuple(dict.fromkeys(made))
 
 
 def _instances_left(flight: Flight, market: Market, notes: list[str]) -> int | None:
@@ -111,6 +151,7 @@ def _attempt_lines(attempt: Attempt, charges: list[Charge] | None, now: float) -
                 reason=attempt.ended,
             )
         ]
+    also = [_beside(attempt, each, charges) for each in attempt.also_ids if each != attempt.instance_id]
     costs: dict[str, float] = defaultdict(float)
     for charge in charges or ():
         if charge.instance_id == attempt.instance_id:
@@ -119,22 +160,39 @@ def _attempt_lines(attempt: Attempt, charges: list[Charge] | None, now: float) -
     whole = sum(seconds.values()) or 1.0
     lines: list[ReceiptLine] = []
     for index, span in enumerate(attempt.spans):
+        if charges is None:
+            lines += _split(attempt, span, seconds[index], None)
+            continue
         usd = costs["time"] * seconds[index] / whole
         usd += costs["down"] * _share(attempt.spans, span, _DOWN_STEPS) + costs["up"] * _share(
             attempt.spans, span, _UP_STEPS
         )
         lines += _split(attempt, span, seconds[index], usd)
-    return lines
+    return [*lines, *also]
 
 
-def _split(attempt: Attempt, span: Span, seconds: float, usd: float) -> list[ReceiptLine]:
+def _beside(attempt: Attempt, instance_id: int, charges: list[Charge] | None) -> ReceiptLine:
+    """A second box of the same create call: nothing was ever done on it."""
+    usd = None if charges is None else sum(charge.usd for charge in charges if charge.instance_id == instance_id)
+    return ReceiptLine(
+        what="rent",
+        attempt=attempt.attempt,
+        instance_id=instance_id,
+        hours=0.0,
+        usd=usd,
+        wasted=True,
+        reason=attempt.ended or "the offer was accepted twice",
+    )
+
+
+def _split(attempt: Attempt, span: Span, seconds: float, usd: float | None) -> list[ReceiptLine]:
     def line(part: float, wasted: bool, reason: str) -> ReceiptLine:
         return ReceiptLine(
             what=span.step,
             attempt=attempt.attempt,
             instance_id=attempt.instance_id,
             hours=round(part / 3600, 6),
-            usd=round(usd * part / seconds, 6) if seconds else usd,
+            usd=round(usd * part / seconds, 6) if seconds and usd is not None else usd,
             wasted=wasted,
             reason=reason,
         )
@@ -164,7 +222,7 @@ def table(receipt: Receipt) -> str:
     for line in receipt.lines:
         note = f"wasted: {line.reason}" if line.wasted else ""
         lines.append(
-            f"  {line.what:<16}{line.instance_id or '-':>9}{line.hours * 3600:>10.1f}{line.usd:>11.5f}  {note}".rstrip()
+            f"  {line.what:<16}{line.instance_id or '-':>9}{line.hours * 3600:>10.1f}{_usd(line):>11}  {note}".rstrip()
         )
     lines.append(
         f"  planned {dollars(receipt.planned_usd)}   paid {dollars(receipt.paid_usd)}   wasted {dollars(receipt.wasted_usd)}   boxes rented {receipt.boxes}"
@@ -178,7 +236,7 @@ def table(receipt: Receipt) -> str:
 def markdown(receipt: Receipt) -> str:
     """The receipt as a Prefect artifact."""
     rows = [
-        f"| {line.what} | {line.instance_id or '-'} | {line.hours * 3600:.1f} | {line.usd:.5f} | {('wasted: ' + line.reason) if line.wasted else ''} |"
+        f"| {line.what} | {line.instance_id or '-'} | {line.hours * 3600:.1f} | {_usd(line)} | {('wasted: ' + line.reason) if line.wasted else ''} |"
         for line in receipt.lines
     ]
     head = [
@@ -190,6 +248,10 @@ def markdown(receipt: Receipt) -> str:
         "| --- | --- | ---: | ---: | --- |",
     ]
     return "\n".join([*head, *rows, *(f"\n> {note}" for note in receipt.notes)])
+
+
+def _usd(line: ReceiptLine) -> str:
+    return "unknown" if line.usd is None else f"{line.usd:.5f}"
 
 
 def dollars(usd: float | None) -> str:

@@ -320,21 +320,30 @@ class _Renting:
             sleep=self.sleep,
             also=self.made,
         )
+        self._note_boxes({*self.made, *left.gone, *left.unverified})
         if not left.clean:
             raise DestroyUnverified(
                 f"{error}; box {_ids(left.unverified)} could not be verified as destroyed: {left.reason}"
             ) from error
         said = f"box {_ids(left.gone)} is destroyed and verified gone" if left.gone else "no box of it exists"
-        if self.intent is not None and self.intent.state != "unresolved":
+        if self.intent is not None and (left.gone or self.intent.state != "unresolved"):
             self._note("destroyed" if left.gone else "refused", reason=str(error))
         log.warning("attempt %d: %s; %s", self.request.attempt, error, said)
         if isinstance(error, BoxError) and left.gone:
             raise type(error)(f"{error}; {said}", blame=error.blame) from error
         error.add_note(said)
 
+    def _note_boxes(self, ids: set[int]) -> None:
+        """Every box that the call made goes into the intent, for all of them are billed."""
+        if self.intent is None or not ids:
+            return
+        first = self.intent.instance_id if self.intent.instance_id is not None else min(ids)
+        self.intent = self.intent.model_copy(update={"instance_id": first, "also_ids": tuple(sorted(ids - {first}))})
+        self._note(self.intent.state, reason=self.intent.reason)
+
     def _note(
         self,
-        state: Literal["created", "refused", "unresolved", "destroyed"],
+        state: Literal["written", "created", "refused", "unresolved", "destroyed"],
         *,
         instance_id: int | None = None,
         reason: str = "",

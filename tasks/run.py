@@ -8,17 +8,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tasks.artifacts import Progress
+from tasks.destroy import read_intents
 from tasks.domain import Box, Endpoint, Flight, Plan, RankedOffer
 from tasks.errors import AttemptsExhausted, BudgetReached, MarketError, NoOffers
-from tasks.flight import FlightRecorder
+from tasks.flight import FlightRecorder, closed_for_the_dead, read_flight, with_boxes_of
 from tasks.market import open_market
 from tasks.market.protocol import Market
 from tasks.offers import no_offers_sentence
 from tasks.phase import RunView, Watcher
 from tasks.progress import newest_manifests
+from tasks.receipt import DAY_S
 from tasks.remote.ssh import Remote
 from tasks.settings import Settings
-from training.box.store import Store
+from training.box.store import Store, StoreError
 from training.contract import layout
 from training.contract.manifest import Manifest
 from training.contract.recipe import Recipe
@@ -26,6 +28,7 @@ from training.contract.recipe import Recipe
 log = logging.getLogger(__name__)
 # The hard end in the label lies this much behind the planned end, so that a destroy in time never races the reaper.
 HARD_END_MARGIN_S = 900
+_ASK_CHARGES_S = 600.0
 
 
 class Run:
@@ -55,6 +58,9 @@ class Run:
         self._alive: tuple[int, Remote] | None = None
         self.exported = store.size(layout.exported(recipe.name)) is not None and not self.phases_left()
         self.attempts = 0
+        self.uncounted = 0
+        """Attempts that were no box of this process: offers that were gone, and those before the flow run was started again."""
+        self._charged: tuple[float, float] = (0.0, float("-inf"))
         self.tried: set[int] = set()
         self.keep = False
 
@@ -88,14 +94,18 @@ class Run:
         return f"s3://{self.settings.bucket}/{layout.adapter(self.recipe.name)}"
 
     def refresh(self) -> None:
-        """Ask the bucket again what is done."""
-        self.manifests = newest_manifests(self.recipe, self.store, self.digests)
+        """Ask the bucket again what is done. While it does not answer, what was known stands: the runner asks for itself."""
+        try:
+            self.manifests = newest_manifests(self.recipe, self.store, self.digests)
+        except StoreError as error:
+            log.warning("what is done cannot be asked for now: %s", error)
 
     def take_off(self, planned: Plan) -> None:
         """The plan is made: from here on what happens is on record. A later plan, after a box was lost, replaces the offers only."""
         self.plan = planned
         if self.recorder is not None:
             return
+        earlier = read_flight(self.store, self.flow_run_id)
         flight = Flight(
             flow_run_id=self.flow_run_id,
             run=self.recipe.name,
@@ -104,6 +114,12 @@ class Run:
             max_usd=self.recipe.budget.max_usd,
             market=self.market.name,
         )
+        if earlier is not None:
+            # Prefect starts a flow run again under the same id; the boxes of its earlier life stay on its bill.
+            earlier = with_boxes_of(earlier, read_intents(self.store, self.flow_run_id))
+            earlier = closed_for_the_dead(earlier, self.store, "the flow run was started again", self.clock())
+            flight = flight.model_copy(update={"started_at": earlier.started_at, "attempts": earlier.attempts})
+            self.attempts = self.uncounted = max((each.attempt for each in earlier.attempts), default=0)
         self.recorder = FlightRecorder(self.store, flight, self.clock)
 
     @property
@@ -141,14 +157,34 @@ class Run:
         assert self.recorder is not None, "take_off comes before the first step"
         return self.recorder
 
+    def spent_usd(self) -> float:
+        """Dollars so far: time at the boxes' prices, or what the market has charged where that is more, since only it counts bytes."""
+        charged, asked_at = self._charged
+        if self.clock() - asked_at > _ASK_CHARGES_S:
+            ids = tuple(each.instance_id for each in self.flight.flight.attempts if each.instance_id is not None)
+            try:
+                found = (
+                    self.market.charges(ids, self.flight.flight.started_at - DAY_S, self.clock() + 60) if ids else []
+                )
+                charged = sum(charge.usd for charge in found)
+            except MarketError as error:
+                log.warning("what was charged so far cannot be asked for now: %s", error)
+            self._charged = (charged, self.clock())
+        return max(charged, self.flight.spent_usd())
+
     def next_offer(self) -> RankedOffer:
         """The cheapest offer not tried yet. NoOffers, AttemptsExhausted or BudgetReached when there is none to try."""
         budget = self.recipe.budget
-        if self.attempts >= budget.attempts:
+        if self.attempts - self.uncounted >= budget.attempts:
             raise AttemptsExhausted(
-                f"{self.attempts} boxes tried, budget.attempts = {budget.attempts}: {self._reasons()}"
+                f"{self.attempts - self.uncounted} boxes tried, budget.attempts = {budget.attempts}: {self._reasons()}"
             )
-        spent = self.flight.spent_usd()
+        if self.clock() >= self.deadline:
+            raise BudgetReached(
+                f"budget.max_hours = {budget.max_hours:g} is over, so no other box is rented; what the manifests name is in the bucket, run again to go on"
+            )
+        self._charged = (self._charged[0], float("-inf"))
+        spent = self.spent_usd()
         left = [ranked for ranked in self.planned.offers if ranked.offer.machine_id not in self.tried]
         if not left:
             raise (
@@ -182,10 +218,10 @@ class Run:
         return self.remote
 
     def close(self) -> None:
-        """Let go of the present box; it may or may not still exist."""
+        """Let go of the present box; it may or may not still exist. What its events said stays, for the receipt."""
         if self.remote is not None:
             self.remote.close()
-        self.box = self.remote = self.watcher = None
+        self.box = self.remote = None
 
     def tell_alive(self, until: float | None = None) -> None:
         """Touch the box's lease file, for its dead-man switch; with `until` as if it were touched then. Called by the lease thread, so with a connection and a market client of its own."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 from functools import cache
 from pathlib import Path
 from typing import Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tasks.errors import UserError
 
+_PLAIN_HTTP = {("http", host) for host in ("127.0.0.1", "localhost", "::1")}
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
 
@@ -60,10 +62,21 @@ class Settings(BaseSettings):
             return word in _TRUE
         raise ValueError(f"want one of {', '.join(sorted(_TRUE | _FALSE - {''}))} or empty")
 
+    @field_validator("lease_renew_s")
+    @classmethod
+    def _well_within_the_lease(cls, value: float, info: ValidationInfo) -> float:
+        lease_s = info.data.get("lease_s")
+        if lease_s is not None and value > lease_s / 3:
+            raise ValueError(
+                f"seen {value:g} with LIVERY_LEASE_S={lease_s}; want at most a third of it, or one lost renewal has a live box reaped"
+            )
+        return value
+
     @field_validator("market_url", "s3_endpoint_url", "box_s3_endpoint_url")
     @classmethod
     def _https_or_loopback(cls, value: str | None) -> str | None:
-        if value and not value.startswith(("https://", "http://127.0.0.1", "http://localhost", "http://[::1]")):
+        url = urlsplit(value or "")
+        if value and url.scheme != "https" and (url.scheme, url.hostname) not in _PLAIN_HTTP:
             raise ValueError("want https:// (plain http only on loopback: keys travel on this connection)")
         return value.rstrip("/") if value else None
 

@@ -47,10 +47,10 @@ _RETRIED: dict[str, Any] = {**_PLAIN, "retries": 2, "retry_delay_seconds": [2, 1
 
 
 @task(name="prepare", task_run_name="prepare", timeout_seconds=_HOUR, **_RETRIED)
-def prepare(recipe: str, overrides: Mapping[str, Any]) -> Run:
+def prepare(recipe: str, overrides: Mapping[str, Any], fresh: bool) -> Run:
     """Everything that can be wrong for free: settings, recipe, bucket, data, market key. Nothing is rented."""
     to_terminal()
-    return prepare_run(recipe, overrides, str(runtime.flow_run.id), settings())
+    return prepare_run(recipe, overrides, str(runtime.flow_run.id), settings(), fresh=fresh)
 
 
 @task(name="plan", task_run_name="plan", timeout_seconds=10 * _MINUTE, **_RETRIED)
@@ -219,6 +219,7 @@ def export(run: Run, box: Box) -> None:
 
 @task(
     name="destroy",
+    task_run_name="destroy",
     tags=["teardown"],
     retries=4,
     retry_delay_seconds=[1, 2, 4, 8],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -69,6 +70,15 @@ def artifact_keys(up: Up, run_id: str) -> set[str]:
     return {artifact["key"] for artifact in answer.json()}
 
 
+def artifact_id(up: Up, run_id: str, key: str) -> str:
+    wanted = {
+        "artifacts": {"flow_run_id": {"any_": [run_id]}, "key": {"any_": [key]}},
+        "sort": "UPDATED_DESC",
+        "limit": 1,
+    }
+    return str(httpx.post(f"{up.api_url}/artifacts/filter", json=wanted, timeout=30).json()[0]["id"])
+
+
 def receipt_written(up: Up, run_id: str) -> bool:
     return any(info.key.endswith(f"/receipts/{run_id}.json") for info in store_of(up.environ).list("runs/"))
 
@@ -102,6 +112,36 @@ def test_a_run_triggered_on_the_command_line_ends_completed_with_its_artifacts(u
     assert state_of(up, run_id) == "Completed"
     assert artifact_keys(up, run_id) >= {"progress", "phases", "receipt", "offers"}
     assert all(box["gone"] for box in boxes_of(up, run_id))
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_a_person_sees_the_receipt_and_the_phases_in_the_ui(up: Up, tmp_path: Path) -> None:
+    run_id = run_id_of(up, "by-hand")
+    for key, words in (
+        ("receipt", ["instances left", "phase cpt", "upload grpo"]),
+        ("phases", ["loss first", "counter"]),
+    ):
+        page = f"{up.ui_url}/artifacts/artifact/{artifact_id(up, run_id, key)}"
+        quiet = [
+            "--disable-gpu",
+            "--disable-quic",
+            "--no-first-run",
+            "--disable-background-networking",
+            "--disable-component-update",
+            "--disable-sync",
+        ]
+        command = [
+            "chromium",
+            "--headless",
+            "--no-sandbox",
+            *quiet,
+            f"--user-data-dir={tmp_path / key}",
+            "--virtual-time-budget=15000",
+            "--dump-dom",
+            page,
+        ]
+        seen = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False).stdout
+        assert not [word for word in words if word not in seen], f"{page} shows {len(seen)} characters without them"
 
 
 def test_a_wrong_parameter_is_refused_before_anything_starts(up: Up) -> None:

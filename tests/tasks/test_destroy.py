@@ -218,3 +218,24 @@ def test_in_a_hurry_a_dead_bucket_costs_seconds_and_no_box(
     box = pretend.rented()
     monkeypatch.setenv("LIVERY_S3_ENDPOINT_URL", "http://127.0.0.1:9")
     assert destroy_in_a_hurry(FLOW_RUN).gone == (box,)
+
+
+def test_with_a_bucket_a_box_whose_label_was_lost_goes_by_its_intent(
+    pretend: Pretend, market: VastMarket, clock: Clock, store: Store
+) -> None:
+    box = pretend.rented()
+    pretend.market.contracts[box].label = None
+    _intent(store, instance_id=box)
+    assert _destroy(market, clock, store=store).gone == (box,)
+    assert not pretend.market.alive()
+
+
+def test_a_box_nobody_had_heard_of_is_written_into_the_intent_it_belongs_to(
+    pretend: Pretend, market: VastMarket, clock: Clock, store: Store
+) -> None:
+    _intent(store, 1, state="destroyed", instance_id=1)
+    _intent(store, 2, state="written")
+    box = pretend.rented(attempt=2)
+    assert _destroy(market, clock, store=store).clean
+    found = Intent.model_validate_json(store.get_bytes(layout.intent(FLOW_RUN, 2)) or b"")
+    assert (found.instance_id, found.state) == (box, "destroyed")

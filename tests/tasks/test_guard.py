@@ -34,6 +34,7 @@ class Run:
     flow_run_id: str = FLOW_RUN
     recipe: Recipe = field(default_factory=rehearsal_recipe)
     clock: Any = time.time
+    box: object | None = "a box that answers at a login"
     told: int = 0
 
     held_until: float | None = None
@@ -137,6 +138,14 @@ def test_the_box_of_a_run_that_succeeded_is_never_kept(run: Run, pretend: Preten
     assert not pretend.market.alive()
 
 
+def test_a_box_that_nobody_can_log_in_to_is_never_kept(run: Run, pretend: Pretend) -> None:
+    pretend.rented()
+    run.box = None
+    with pytest.raises(DestroyUnverified), box_guard(run, _destroyed, keep=True):
+        raise DestroyUnverified("an earlier box may still bill")
+    assert not pretend.market.alive() and (lease := read_lease(run.store, FLOW_RUN)) and lease.hold_until is None
+
+
 def test_keep_does_not_swallow_what_the_body_raised(run: Run, pretend: Pretend) -> None:
     pretend.rented()
     with pytest.raises(RuntimeError, match="of the body"), box_guard(run, _destroyed, keep=True):
@@ -146,9 +155,13 @@ def test_keep_does_not_swallow_what_the_body_raised(run: Run, pretend: Pretend) 
 
 def test_a_hold_that_cannot_be_written_destroys(run: Run, pretend: Pretend) -> None:
     pretend.rented()
-    with pytest.raises(RuntimeError), box_guard(run, _destroyed, keep=True):
+
+    def fail() -> None:
         run.store.bucket = "gone"
         raise RuntimeError("something to debug")
+
+    with pytest.raises(RuntimeError), box_guard(run, _destroyed, keep=True):
+        fail()
     assert not pretend.market.alive()
 
 

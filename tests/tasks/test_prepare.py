@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from deployments import rehearsal
+from tasks.domain import Label, Lease
 from tasks.errors import LiveryError, NoOffers, UserError
+from tasks.lease import write_lease
+from tasks.market.protocol import CreateRequest
 from tasks.offers import best_offer, plan_run
 from tasks.prepare import prepare_run
 from tasks.recipes import shipped
@@ -117,6 +121,29 @@ def test_a_budget_below_any_box_finds_no_offer_and_names_the_field(prepared: Cal
     run = prepared(edited("max_usd: 1.0", "max_usd: 0.0001"))
     with pytest.raises(NoOffers, match=r"budget\.max_usd"):
         best_offer(plan_run(run.recipe, run.market, run.store, now=run.clock()))
+
+
+def test_a_run_that_somebody_trains_is_not_trained_twice_but_follows_a_dead_one_at_once(
+    prepared: Callable[[Change], Run], world: rehearsal.Rehearsal
+) -> None:
+    other, now = "00000000-0000-4000-8000-000000000002", time.time()
+    first = prepared(environment())
+    write_lease(first.store, Lease(flow_run_id=other, run="counting", renewed_at=now, expires_at=now + 600))
+    assert prepared(environment()).unfinished(), "a live lease without a box is a dead run's"
+    offer = min(first.market.search(first.recipe.box), key=lambda each: each.dph_total_usd)
+    label = Label(flow_run_id=other, attempt=1, hard_end=int(now) + 3600).text
+    box = first.market.create(CreateRequest(offer=offer, image="i", disk_gb=10, label=label, onstart=""))
+    try:
+        with pytest.raises(UserError, match=f"is being trained by flow run {other}"):
+            prepared(environment())
+    finally:
+        first.market.destroy(box)
+
+
+def test_a_fresh_run_has_a_name_of_its_own(prepared: Callable[[Change], Run], tmp_path: Path) -> None:
+    run = prepared(environment())
+    again = prepare_run("counting", {}, FLOW_RUN, run.settings, fresh=True)
+    assert again.recipe.name == f"counting-{FLOW_RUN[:8]}"
 
 
 def test_errors_of_ours_carry_the_exit_code_that_scripts_rely_on() -> None:

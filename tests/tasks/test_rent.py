@@ -280,3 +280,22 @@ def test_whatever_goes_wrong_after_the_create_the_box_goes_back_first(
         renting()
     assert "verified gone" in "".join(caught.value.__notes__)
     assert not pretend.market.alive()
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        ("create.success_false_with_contract",),
+        ("create.double_accept",),
+        ("create.drop_after_commit", "create.double_accept"),
+    ],
+)
+def test_every_box_that_was_made_and_given_back_is_in_the_intent(
+    renting: Any, pretend: Pretend, store: Store, faults: tuple[str, ...]
+) -> None:
+    pretend.arm(*faults)
+    with pytest.raises(BootFailed):
+        renting()
+    intent = _intent(store)
+    assert {intent["instance_id"], *intent["also_ids"]} == set(pretend.market.contracts)
+    assert intent["state"] == "destroyed"

@@ -82,3 +82,19 @@ def test_every_setting_in_the_example_has_its_meaning_above_it() -> None:
         if line.startswith("LIVERY_") and not above.startswith(("#", "LIVERY_"))
     ]
     assert not bare
+
+
+@pytest.mark.parametrize(("name", "value"), [("LIVERY_LEASE_S", "100"), ("LIVERY_LEASE_RENEW_S", "900")])
+def test_a_lease_that_one_lost_renewal_ends_is_refused(environment: pytest.MonkeyPatch, name: str, value: str) -> None:
+    environment.setenv(name, value)
+    with pytest.raises(UserError, match=r"LIVERY_LEASE_RENEW_S: seen .* want at most a third"):
+        read_settings()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1.example.com", "http://localhost.example.com", "http://example.com"])
+def test_a_key_never_travels_in_plain_text_to_a_host_that_only_looks_like_loopback(
+    environment: pytest.MonkeyPatch, url: str
+) -> None:
+    environment.setenv("LIVERY_MARKET_URL", url)
+    with pytest.raises(UserError, match="LIVERY_MARKET_URL: want https://"):
+        read_settings()
