@@ -7,6 +7,7 @@ manifest that fits this run and whose every file arrives and hashes; otherwise t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
@@ -257,7 +258,7 @@ class Uploader:
                 self._finish_manifest(job)
                 if not self._closing:
                     self._upload(job)
-            except (OSError, StoreError, ManifestError) as error:
+            except Exception as error:  # noqa: BLE001  protects the run, which would take a dead thread's empty queue for durable checkpoints
                 self._give_up_or_retry(
                     job, f"{type(error).__name__}: {error}", user_fault=isinstance(error, StoreDenied)
                 )
@@ -315,7 +316,7 @@ class Uploader:
         what = f"upload of {job.manifest.phase}/{job.manifest.step}"
         if not job.directory.exists():
             # It became durable and only the tidying up afterwards failed; older checkpoints stay a while longer.
-            self.notice(f"retention after {what} failed", reason)
+            self._tell(f"retention after {what} failed", reason)
             return
         job.failures += 1
         with self._changed:
@@ -329,7 +330,11 @@ class Uploader:
                 self._jobs.insert(0, job)
             else:
                 shutil.rmtree(job.directory, ignore_errors=True)
-        self.notice(f"{what} failed", reason)
+        self._tell(f"{what} failed", reason)
+
+    def _tell(self, what: str, reason: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk is reported by the next step; here it would end the thread
+            self.notice(what, reason)
 
 
 def link_files(source: Path, names: Sequence[str], into: Path) -> Path:

@@ -12,7 +12,7 @@ from training import packing, toolcalls
 from training.contract.recipe import Recipe
 from training.contract.rows import Row, read_rows
 from training.data import render_prompt
-from training.model import attach, load_base, load_tokenizer
+from training.model import attach, load_base, load_tokenizer, release
 
 _BATCH = 16
 
@@ -20,13 +20,10 @@ _BATCH = 16
 def evaluate(model_dir: Path, data: Path, recipe: Recipe, adapter: Path | None) -> tuple[int, dict[str, float]]:
     """(rows, metrics) of the base model, or of the base with `adapter`."""
     rows = read_rows(data, "evaluation")[: recipe.evaluation.rows]
-    tokenizer = load_tokenizer(model_dir)
-    packing.install()
-    model = load_base(model_dir, recipe)
-    if adapter is not None:
-        model = attach(model, recipe, adapter)
-    answers = generate(model.eval(), tokenizer, rows, recipe.evaluation.max_new_tokens)
-    return len(rows), score(answers, rows)
+    try:
+        return len(rows), score(_answers(model_dir, rows, recipe, adapter), rows)
+    finally:
+        release()
 
 
 def score(answers: Sequence[str], rows: Sequence[Row]) -> dict[str, float]:
@@ -36,6 +33,15 @@ def score(answers: Sequence[str], rows: Sequence[Row]) -> dict[str, float]:
         for call, row in zip(calls, rows, strict=True)
     ]
     return {"valid_rate": sum(call is not None for call in calls) / len(rows), "exact_rate": sum(exact) / len(rows)}
+
+
+def _answers(model_dir: Path, rows: Sequence[Row], recipe: Recipe, adapter: Path | None) -> list[str]:
+    tokenizer = load_tokenizer(model_dir)
+    packing.install()
+    model = load_base(model_dir, recipe)
+    if adapter is not None:
+        model = attach(model, recipe, adapter)
+    return generate(model.eval(), tokenizer, rows, recipe.evaluation.max_new_tokens)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ and loading one's adapter into the other gives a warning and exactly the base mo
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,6 +53,14 @@ def load_base(path: Path, recipe: Recipe) -> Any:
     if not type(model).__name__.endswith("ForCausalLM"):
         raise ModelError(f"{path.name}: loads as {type(model).__name__}; want the text class (…ForCausalLM)")
     return model.requires_grad_(False)
+
+
+def release() -> None:
+    """Give back the memory of models that nobody holds any more: each is a ring (its experts' forwards hold their wrappers), so without this
+    the next one is loaded beside it, and two do not fit on a card. Call it when the frame that held the model is gone."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def attach(base: Any, recipe: Recipe, start: Path | None) -> Any:

@@ -39,7 +39,7 @@ def checkpoint(directory: Path, step: int) -> Path:
 
 def uploader_of(tmp_path: Path, s3: dict[str, str], run: str, **options: object) -> tuple[Uploader, list[str], Store]:
     recipe = recipe_of("counting")
-    brief = recipe.budget.model_copy(update={"stall_s": 1, "upload_s": 3})  # how long a dead link is tried
+    brief = recipe.budget.model_copy(update={"stall_s": 3, "upload_s": 12})  # how long a dead link is tried
     box = place_box(tmp_path / "box", s3, recipe.model_copy(update={"budget": brief}), run)
     store, said = Store.from_environment(BUCKET, s3), []
     staging = tmp_path / "box" / "work" / "staging"
@@ -130,3 +130,22 @@ def test_what_waits_at_the_end_stays_staged_with_its_manifest(tmp_path: Path, s3
     staged = tmp_path / "box" / "work" / "staging" / "cpt-00000010"
     assert sorted(path.name for path in staged.iterdir()) == ["manifest.json", *NAMES]
     assert steps(store, "staged", "cpt") == []
+
+
+@pytest.mark.parametrize("fault", ["not an error that is expected", "a disk too full for a notice"])
+def test_a_fault_in_the_uploader_is_an_error_of_the_run_and_never_a_silence(
+    tmp_path: Path, s3: dict[str, str], fault: str
+) -> None:
+    """With its thread dead, an empty queue would look like durable checkpoints, and a full one would be waited for till the hard end."""
+    python = "/nowhere\0/python" if fault.startswith("not") else "/nowhere/python"
+    uploader, _, _ = uploader_of(tmp_path, s3, "fault", python=python, attempts=2, pauses_s=(0.1,))
+
+    def full(what: str, reason: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    if fault.startswith("a disk"):
+        uploader.notice = full
+    uploader.stage(checkpoint(tmp_path / "cpt", 10), NAMES, manifest("fault", "cpt", 10))
+    with pytest.raises(UploadFailed, match="failed 2 times"):
+        wait(uploader)
+    uploader.close()

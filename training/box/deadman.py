@@ -27,11 +27,19 @@ def main(argv: list[str]) -> int:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return 0
-    started = time.time()
+    started, seen, since = time.time(), 0.0, 0.0
     while True:
-        why = reason(time.time(), hard_end, last_alive(started), silent_s, any_job())
-        if why and destroy(why):
-            return 0
+        try:
+            alive, ticks = last_alive(started), time.monotonic()
+            if alive != seen:
+                seen, since = alive, ticks
+            # A clock that is set forward is no silence: no more of it is believed than this process has lived through.
+            alive = max(alive, time.time() - (ticks - since))
+            why = reason(time.time(), hard_end, alive, silent_s, any_job())
+            if why and destroy(why):
+                return 0
+        except Exception as error:  # noqa: BLE001 - nobody watches the last of the destroyers, so it must outlive any answer
+            print(int(time.time()), type(error).__name__, error, flush=True)
         time.sleep(poll_s)
 
 
@@ -62,7 +70,8 @@ def any_job() -> bool:
 
 
 def destroy(why: str) -> bool:
-    """Ask the market to destroy this instance; True once it says that it did, or that there is no such instance."""
+    """Ask the market to destroy this instance; True once it says that there is no such instance. Its "success" alone is asked again: a box
+    that is really destroyed does not live to ask."""
     with open(HOME + "/instance.env") as file:
         env = dict(line.rstrip("\n").split("=", 1) for line in file if "=" in line)
     url = (env.get("VAST_URL") or "https://console.vast.ai") + f"/api/v0/instances/{env['CONTAINER_ID']}/"
@@ -81,7 +90,7 @@ def destroy(why: str) -> bool:
     except ValueError:
         return False
     # A 404 may also mean a refused key: only its own word says that the box is gone.
-    return answer.get("success") is True or answer.get("error") in ("no_such_instance", "not_found")
+    return isinstance(answer, dict) and answer.get("error") in ("no_such_instance", "not_found")
 
 
 if __name__ == "__main__":

@@ -50,9 +50,7 @@ def start(job: Path, token: str, command: list[str], env_file: str | None = None
     """Run a command detached from this login; `started` says whether this call did it. A finished job is not run again."""
     job.mkdir(parents=True, exist_ok=True)
     lock = (job / "lock").open("a+")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    if not _taken(lock):
         return {**_settled(job), "started": False}
     before = _status(job)
     if before.get("token") == token and before["state"] == "exited":
@@ -147,7 +145,8 @@ def _supervise(job: Path, token: str, command: list[str], env_file: str | None, 
             code = child.wait(BEAT_S)
             break
         except subprocess.TimeoutExpired:
-            _write_status(job, state="running", beat_at=time.time(), **known)
+            with contextlib.suppress(OSError):  # a full disk must not end the one who will tell the exit code
+                _write_status(job, state="running", beat_at=time.time(), **known)
     _write_status(job, state="exited", exit_code=code, ended_at=time.time(), **known)
 
 
@@ -159,6 +158,18 @@ def _state(job: Path) -> dict[str, Any]:
     if status["state"] == "starting":
         return {**status, "state": "running"}
     return status
+
+
+def _taken(lock: Any) -> bool:
+    """Whether the lock is ours now. Whoever only looks whether a job is alive holds it for an instant, so one refusal proves nothing."""
+    for _ in range(10):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(0.02)
+        else:
+            return True
+    return False
 
 
 def _settled(job: Path) -> dict[str, Any]:

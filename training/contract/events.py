@@ -232,7 +232,10 @@ class EventLog:
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-            stamped = event.model_copy(update={"seq": _last_seq(descriptor) + 1, "t": round(self._clock(), 3)})
+            seq, end = _last_whole_line(descriptor)
+            # What follows the last whole line is the beginning of one whose writer was killed or met a full disk: nobody has read it.
+            os.ftruncate(descriptor, end)
+            stamped = event.model_copy(update={"seq": seq + 1, "t": round(self._clock(), 3)})
             line = json.dumps(stamped.model_dump(mode="json"), allow_nan=False, separators=(",", ":")) + "\n"
             _write_all(descriptor, line.encode())
             os.fsync(descriptor)
@@ -240,12 +243,19 @@ class EventLog:
             os.close(descriptor)
 
 
-def _last_seq(descriptor: int) -> int:
-    size = os.fstat(descriptor).st_size
-    window = 1 << 16
-    tail = os.pread(descriptor, min(size, window), max(0, size - window))
-    lines = tail.splitlines()
-    return int(json.loads(lines[-1])["seq"]) if lines else 0
+def _last_whole_line(descriptor: int) -> tuple[int, int]:
+    """`seq` of the last line that ends with its newline, and the offset after it; (0, 0) if there is none."""
+    size, window = os.fstat(descriptor).st_size, 1 << 16
+    while True:
+        first = max(0, size - window)
+        tail = os.pread(descriptor, size - first, first)
+        end = tail.rfind(b"\n") + 1
+        begin = tail.rfind(b"\n", 0, max(0, end - 1)) + 1
+        if end and (begin or not first):
+            return int(json.loads(tail[begin:end])["seq"]), first + end
+        if not first:
+            return 0, 0
+        window *= 16
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

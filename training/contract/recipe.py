@@ -181,7 +181,7 @@ class Box(Frozen):
 
 
 class Budget(Frozen):
-    """What may be spent, in dollars and seconds. Reaching a limit saves, uploads, verifies and destroys."""
+    """What may be spent, in dollars and seconds. Reaching a limit ends the run and its box; it goes on from its last manifest when it is run again."""
 
     max_usd: float = Field(gt=0)
     """For the whole run, failed boxes included."""
@@ -197,7 +197,7 @@ class Budget(Frozen):
     stall_s: int = Field(90, ge=1)
     """No byte moved for this long: the transfer is killed and tried another way."""
     silent_s: int = Field(900, ge=1)
-    """No event from the runner for this long: the box is lost."""
+    """No event from the runner, or no end of a step, for this long: the box is lost."""
 
 
 class Evaluation(Frozen):

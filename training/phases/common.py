@@ -6,7 +6,6 @@ even when training goes on from a checkpoint; built from the checkpoint, the ref
 
 from __future__ import annotations
 
-import gc
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +22,7 @@ from training.contract.events import GroupState
 from training.contract.recipe import GrpoPhase
 from training.contract.rows import Row, read_rows
 from training.data import Prepared
-from training.model import ADAPTER, ModelError, attach, load_base, load_tokenizer, require_groups
+from training.model import ADAPTER, ModelError, attach, load_base, load_tokenizer, release, require_groups
 from training.phases.desk import Desk
 
 _CANARY_TOKENS = 48
@@ -81,6 +80,13 @@ def train(desk: Desk, prepare: Prepare, build: Build, *, packed: bool = False) -
 
     LivenessError, ModelError, PackingError, RowError, NotFinite stop it for good; Interrupted means that it is saved and not done.
     """
+    try:
+        return _train(desk, prepare, build, packed)
+    finally:
+        release()
+
+
+def _train(desk: Desk, prepare: Prepare, build: Build, packed: bool) -> Path:
     liveness.refuse_foreign()
     recipe = desk.assignment.recipe
     tokenizer = load_tokenizer(desk.home.model)
@@ -224,10 +230,6 @@ def _finish(desk: Desk, trainer: Any, start: Path) -> Path:
     directory = desk.output / f"checkpoint-{step}"
     result = desk.keep_result(directory, ADAPTER_FILES) if directory.exists() else desk.output
     desk.ended(step, groups=groups, losses=losses, metrics=metrics)
-    del trainer, model
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
     return result
 
 

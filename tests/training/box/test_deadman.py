@@ -18,6 +18,8 @@ import pytest
 from tasks.remote.bundle import ONSTART_CHARACTERS, onstart
 from training.box import deadman
 
+GONE = (404, {"error": "no_such_instance"})
+
 
 class Market:
     """Answers DELETE with the given replies in turn, the last one for ever."""
@@ -92,12 +94,13 @@ def test_a_held_job_lock_is_a_running_job(monkeypatch: pytest.MonkeyPatch, tmp_p
 @pytest.mark.parametrize(
     ("status", "body", "gone"),
     [
-        (200, {"success": True}, True),
+        (200, {"success": True}, False),
         (404, {"error": "no_such_instance"}, True),
         (200, {"success": False, "error": "x"}, False),
         (404, {"error": "auth_error", "msg": "Invalid user key"}, False),
         (429, "API requests too frequent", False),
         (500, "<html>", False),
+        (200, ["success"], False),
     ],
 )
 def test_only_the_markets_own_word_counts_as_destroyed(
@@ -113,6 +116,47 @@ def test_only_the_markets_own_word_counts_as_destroyed(
     (tmp_path / "instance.env").write_text(f"CONTAINER_ID=77\nCONTAINER_API_KEY=k3y\nVAST_URL={served.url}\n")
     assert deadman.destroy("test") is gone
     assert served.requests == [("/api/v0/instances/77/", "Bearer k3y")]
+
+
+class Clock:
+    """A wall clock that is set forward in the middle of a run; ends the dead-man's loop after so many turns."""
+
+    def __init__(self, jump_s: float, turns: int) -> None:
+        self._ticks, self._jump_s, self._turns = 0.0, jump_s, turns
+
+    def time(self) -> float:
+        return 1000.0 + self._ticks + (self._jump_s if self._ticks > 100 else 0.0)
+
+    def monotonic(self) -> float:
+        return self._ticks
+
+    def sleep(self, seconds: float) -> None:
+        self._ticks, self._turns = self._ticks + seconds, self._turns - 1
+        if not self._turns:
+            raise SystemExit
+
+
+@pytest.mark.parametrize(("turns", "asked"), [(80, False), (100, True)])
+def test_a_clock_that_is_set_forward_is_no_silence_and_real_silence_still_counts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, market: Callable[..., Market], turns: int, asked: bool
+) -> None:
+    served = market((500, "oops"))
+    monkeypatch.setattr(deadman, "HOME", str(tmp_path))
+    monkeypatch.setattr(deadman, "time", Clock(jump_s=7200, turns=turns))
+    (tmp_path / "instance.env").write_text(f"CONTAINER_ID=77\nCONTAINER_API_KEY=k3y\nVAST_URL={served.url}\n")
+    with pytest.raises(SystemExit):
+        deadman.main(["99999999", "2700", "30"])
+    assert bool(served.requests) is asked
+
+
+def test_the_dead_man_outlives_a_missing_key_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, market: Callable[..., Market], capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(deadman, "HOME", str(tmp_path))
+    monkeypatch.setattr(deadman, "time", Clock(jump_s=0, turns=3))
+    with pytest.raises(SystemExit):
+        deadman.main(["1", "2700", "30"])
+    assert capsys.readouterr().out.count("FileNotFoundError") == 3
 
 
 def boot(home: Path, url: str, script: str) -> subprocess.CompletedProcess[str]:
@@ -142,11 +186,12 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10) -> bool:
 def test_onstart_arms_a_dead_man_that_destroys_after_the_hard_end_and_tries_again(
     tmp_path: Path, market: Callable[..., Market]
 ) -> None:
-    served = market((500, "oops"), (429, "slow down"), (200, {"success": True}))
+    stays = (200, {"success": True})  # and the box is still there to ask again
+    served = market((500, "oops"), (429, "slow down"), stays, GONE)
     boot(tmp_path / "home", served.url, onstart(hard_end=int(time.time()) - 1, poll_s=0.1))
-    assert wait_for(lambda: len(served.requests) == 3)
+    assert wait_for(lambda: len(served.requests) == 4)
     time.sleep(0.5)
-    assert served.requests == [("/api/v0/instances/42/", "Bearer instance-key")] * 3
+    assert served.requests == [("/api/v0/instances/42/", "Bearer instance-key")] * 4
     kept = tmp_path / "home/livery/instance.env"
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
     assert (tmp_path / "home/.no_auto_tmux").exists()
@@ -154,7 +199,7 @@ def test_onstart_arms_a_dead_man_that_destroys_after_the_hard_end_and_tries_agai
 
 
 def test_a_silent_box_is_destroyed_and_a_touched_one_is_not(tmp_path: Path, market: Callable[..., Market]) -> None:
-    served = market((200, {"success": True}))
+    served = market(GONE)
     boot(tmp_path / "home", served.url, onstart(hard_end=int(time.time()) + 999, silent_s=1.5, poll_s=0.1))
     alive = tmp_path / "home/livery/alive"
     for _ in range(10):
@@ -165,7 +210,7 @@ def test_a_silent_box_is_destroyed_and_a_touched_one_is_not(tmp_path: Path, mark
 
 
 def test_a_second_boot_does_not_start_a_second_dead_man(tmp_path: Path, market: Callable[..., Market]) -> None:
-    served = market((200, {"success": True}))
+    served = market(GONE)
     script = onstart(hard_end=int(time.time()) + 3, poll_s=0.1)
     boot(tmp_path / "home", served.url, script)
     time.sleep(0.5)

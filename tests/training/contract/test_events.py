@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from training.contract.events import EventError, EventLog, Heartbeat, Step, finite, parse_event, read_events
+from training.contract.events import EventError, EventLog, Heartbeat, Notice, Step, finite, parse_event, read_events
 
 
 def test_events_come_back_as_they_were_written_with_a_growing_sequence(tmp_path: Path) -> None:
@@ -24,6 +24,34 @@ def test_a_line_still_being_written_is_left_out(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('{"kind":"heartb')
     assert len(list(read_events(path))) == 1
+
+
+@pytest.mark.parametrize("torn", ['{"kind":"heartb', '{"v":1,"seq":9', "\x00"])
+def test_a_line_that_was_never_finished_is_taken_away_by_the_next_event(tmp_path: Path, torn: str) -> None:
+    """A full disk or a kill in the middle of a line must not silence the box for ever."""
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path)
+    log.emit(Heartbeat())
+    with path.open("a") as file:
+        file.write(torn)
+    log.emit(Heartbeat(step=2))
+    assert [event.seq for event in read_events(path)] == [1, 2]
+    assert path.read_bytes().endswith(b"}\n")
+
+
+def test_a_file_that_begins_with_an_unfinished_line_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"v":1,')
+    EventLog(path).emit(Heartbeat())
+    assert [event.seq for event in read_events(path)] == [1]
+
+
+def test_the_sequence_goes_on_after_a_very_long_line(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "events.jsonl")
+    log.emit(Heartbeat())
+    log.emit(Notice(what="long", reason="x" * 200_000))
+    log.emit(Heartbeat())
+    assert [event.seq for event in read_events(log.path)] == [1, 2, 3]
 
 
 def test_two_processes_share_one_file_and_one_sequence(tmp_path: Path) -> None:
