@@ -111,19 +111,25 @@ def conclude(up: Up, run_id: str, state: str, seconds: float) -> int:
         _print_phases(phases)
     print(table(receipt) if receipt else "receipt: none was written")
     if receipt and store.size(layout.exported(receipt.run)):
-        print(f"adapter: s3://{up.environ['LIVERY_BUCKET']}/{layout.adapter(receipt.run)}")
+        where = f"s3://{up.environ['LIVERY_BUCKET']}/{layout.adapter(receipt.run)}"
+        copy = _copy_adapter(store, receipt.run)
+        print(f"adapter: {where}   (copied to {copy}, since the rehearsal's bucket goes with it)")
     world = up.rehearsal.control.state()
     left, rate = world["instances_left"], world["billed_now_usd_per_h"]
     print(f"instances left: {left}   (billed now: {dollars(rate)} an hour, ever rented: {len(world['instances'])})")
     print(f"the run ended {state} after {seconds:.0f} s: {ui_link(up, run_id)}")
-    fine = (
-        left == 0 and receipt is not None and state in ({"Completed"} if not _expects_crash(state, run_id) else {state})
-    )
-    return 0 if fine else 1
+    ended_well = state == "Completed" or (state == "Crashed" and run_id in _killed)
+    return 0 if ended_well and left == 0 and receipt is not None else 1
 
 
-def _expects_crash(state: str, run_id: str) -> bool:
-    return run_id in _killed and state == "Crashed"
+def _copy_adapter(store: Store, run: str) -> Path:
+    folder = STATE / "adapters" / run
+    for info in store.list(layout.adapter(run)):
+        path = folder / info.key.removeprefix(layout.adapter(run))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        store.download_file(info.key, path)
+    return folder
 
 
 def _print_phases(rows: list[dict[str, Any]]) -> None:
