@@ -7,6 +7,8 @@ other share a flight.
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -14,7 +16,7 @@ import pytest
 
 from tasks.domain import ReceiptLine
 from tasks.lease import read_lease
-from tests.journeys.conftest import SHORT, Ended, Journey
+from tests.journeys.conftest import ROOT, SHORT, Ended, Journey
 
 pytestmark = pytest.mark.journey
 Make = Callable[..., Journey]
@@ -128,3 +130,22 @@ def test_only_a_keep_flag_that_says_yes_keeps_the_box_of_a_failed_run_and_it_has
     assert lease is not None and lease.hold_until is not None and lease.hold_until < time.time() + 2 * 3600 + 60
     assert "held for debugging" in here.reap()
     assert here.billed_now() == 1
+
+
+def test_a_wrong_key_is_one_sentence_and_exit_code_2(journey: Make) -> None:
+    here = journey(LIVERY_MARKET_API_KEY="wrong-key-12345")
+    done = subprocess.run(
+        [sys.executable, "-m", "flows", "finetune", "counting"],
+        env=here.environ,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    (error,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "LIVERY_MARKET_API_KEY" in error
+    assert "wrong-key-12345" not in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert here.world()["instances"] == []
