@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from deployments.rehearsal import Rehearsal, start
+from deployments.rehearsal.box import uv_program
 
 pytestmark = pytest.mark.oracle
 
@@ -30,7 +31,7 @@ def vastai() -> Path:
     digest = hashlib.sha256(CONSTRAINTS.read_bytes() + sys.version.encode()).hexdigest()[:12]
     home = REPOSITORY / ".livery" / "oracle" / f"vastai-{digest}"
     if not (home / "complete").exists():
-        uv = shutil.which("uv")
+        uv = uv_program()
         if uv is None:
             pytest.skip("uv is needed to install the official client")
         shutil.rmtree(home, ignore_errors=True)
