@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from deployments.seed import store_of
 from deployments.up import STATE, Stopped, Up, UpError, running, unwinding_on_signals
 from tasks.domain import Receipt
 from tasks.phase import PHASES_CAPTION
@@ -103,7 +104,7 @@ def reap_twice(up: Up) -> None:
 def conclude(up: Up, run_id: str, state: str, seconds: float) -> int:
     """The table, the receipt, the adapter and the instances left, each read from where the truth is."""
     assert up.rehearsal is not None, "the demo always rehearses"
-    store = _store(up)
+    store = store_of(up.environ)
     receipt = _receipt(store, run_id)
     phases = _artifact(up, run_id, "phases")
     print()
@@ -210,14 +211,3 @@ def _receipt(store: Store, run_id: str) -> Receipt | None:
     keys = [info.key for info in store.list("runs/") if info.key.endswith(f"/receipts/{run_id}.json")]
     data = store.get_bytes(keys[0]) if keys else None
     return Receipt.model_validate_json(data) if data is not None else None
-
-
-def _store(up: Up) -> Store:
-    environ = up.environ
-    return Store(
-        environ["LIVERY_BUCKET"],
-        endpoint_url=environ["LIVERY_S3_ENDPOINT_URL"],
-        region=environ["LIVERY_S3_REGION"],
-        access_key_id=environ["LIVERY_S3_ACCESS_KEY_ID"],
-        secret_access_key=environ["LIVERY_S3_SECRET_ACCESS_KEY"],
-    )

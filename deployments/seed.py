@@ -44,13 +44,7 @@ def make(folder: Path = CACHE) -> Path:
 def seed(environ: Mapping[str, str], folder: Path | None = None) -> None:
     """Put the tiny world into the rehearsal's bucket under models/tiny-moe and datasets/tiny; what is there stays."""
     source = folder or make()
-    store = Store(
-        environ["LIVERY_BUCKET"],
-        endpoint_url=environ["LIVERY_S3_ENDPOINT_URL"],
-        region=environ["LIVERY_S3_REGION"],
-        access_key_id=environ["LIVERY_S3_ACCESS_KEY_ID"],
-        secret_access_key=environ["LIVERY_S3_SECRET_ACCESS_KEY"],
-    )
+    store = store_of(environ)
     for local, prefix in (("model", "models/tiny-moe"), ("datasets", "datasets/tiny")):
         for path in sorted((source / local).rglob("*")):
             if path.is_file():
@@ -59,6 +53,17 @@ def seed(environ: Mapping[str, str], folder: Path | None = None) -> None:
                     f"{prefix}/{path.relative_to(source / local).as_posix()}",
                     sha256=hashlib.sha256(path.read_bytes()).hexdigest(),
                 )
+
+
+def store_of(environ: Mapping[str, str]) -> Store:
+    """The rehearsal's bucket with the control plane's key."""
+    return Store(
+        environ["LIVERY_BUCKET"],
+        endpoint_url=environ["LIVERY_S3_ENDPOINT_URL"],
+        region=environ["LIVERY_S3_REGION"],
+        access_key_id=environ["LIVERY_S3_ACCESS_KEY_ID"],
+        secret_access_key=environ["LIVERY_S3_SECRET_ACCESS_KEY"],
+    )
 
 
 def _code_digest() -> str:

@@ -19,7 +19,7 @@ from tasks.market import open_market
 from tasks.market.protocol import Market
 from tasks.settings import settings
 from tasks.stores import open_store
-from training.box.store import Store, StoreError
+from training.box.store import Store
 from training.contract import layout
 
 log = logging.getLogger(__name__)
@@ -261,12 +261,3 @@ def dollars(usd: float | None) -> str:
 def read_receipt(store: Store, run: str, flow_run_id: str) -> Receipt | None:
     data = store.get_bytes(layout.receipt(run, flow_run_id))
     return Receipt.model_validate_json(data) if data is not None else None
-
-
-def try_settle(flow_run_id: str, written_by: Writer) -> Receipt | None:
-    """`settle` for callers whose own work must not fail for want of a receipt: trouble is logged."""
-    try:
-        return settle(flow_run_id, written_by)
-    except (MarketError, StoreError, ValueError) as error:
-        log.error("no receipt for flow run %s: %s", flow_run_id, error)
-        return None

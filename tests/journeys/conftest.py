@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import pytest
 
 from deployments import rehearsal
 from deployments.processes import Child
+from deployments.seed import store_of
 from deployments.up import running
 from tasks.domain import Receipt
 from tasks.recipes import shipped
@@ -163,17 +164,6 @@ def journey(tmp_path: Path, prefect_api: str) -> Iterator[Callable[..., Journey]
             return made
 
         yield make
-
-
-def store_of(environ: Mapping[str, str]) -> Store:
-    """The rehearsal's bucket with the control plane's key."""
-    return Store(
-        environ["LIVERY_BUCKET"],
-        endpoint_url=environ["LIVERY_S3_ENDPOINT_URL"],
-        region=environ["LIVERY_S3_REGION"],
-        access_key_id=environ["LIVERY_S3_ACCESS_KEY_ID"],
-        secret_access_key=environ["LIVERY_S3_SECRET_ACCESS_KEY"],
-    )
 
 
 # The counting trainer reads no weights, but the prefetch moves them: a few hundred kilobytes are enough to be measured.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import posixpath
-
 # On the box, relative to the login's home directory.
 BOX_HOME = "livery"
 BOX_ZIP = f"{BOX_HOME}/box.zip"  # training/box without torch: sent at the first login
@@ -79,7 +77,3 @@ def receipt(name: str, flow_run_id: str) -> str:
 def dataset(sha256: str) -> str:
     """A local dataset, copied to the bucket under its own digest."""
     return f"datasets/by-digest/{sha256}.jsonl"
-
-
-def join(*parts: str) -> str:
-    return posixpath.join(*parts)
