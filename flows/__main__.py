@@ -50,7 +50,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
     recipe = load_recipe(arguments.recipe)
     print(
-        f"{recipe.name}: {recipe.model.source}, phases {', '.join(recipe.phase_kinds)}, tier {recipe.box.tier}, at most ${recipe.budget.max_usd:g}: the recipe is well formed"
+        f"{recipe.name}: {recipe.model.source}, phases {', '.join(recipe.phase_names)}, tier {recipe.box.tier}, at most ${recipe.budget.max_usd:g}: the recipe is well formed"
     )
     return 0
 

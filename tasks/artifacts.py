@@ -30,7 +30,7 @@ class Progress:
     """One progress bar for the whole run; each update is a request and an event, so at most one every ten seconds."""
 
     def __init__(self, recipe: Recipe, every_s: float = 10.0, clock: Callable[[], float] = time.monotonic) -> None:
-        self._steps = {phase.kind: phase.steps for phase in recipe.phases}
+        self._steps = {phase.name: phase.steps for phase in recipe.phases}
         self._every_s, self._clock = every_s, clock
         self._at: float | None = None
         self._id: UUID | None = None
@@ -67,11 +67,11 @@ def phase_rows(recipe: Recipe, view: RunView, manifests: dict[str, Manifest]) ->
     """One row a phase: loss first → last and each group's norm, from this run's events or an earlier run's manifest."""
     rows: list[dict[str, Any]] = []
     for phase in recipe.phases:
-        seen, manifest = view.phases.get(phase.kind), manifests.get(phase.kind)
+        seen, manifest = view.phases.get(phase.name), manifests.get(phase.name)
         if seen and seen.end:
             rows.append(
                 _row(
-                    phase.kind,
+                    phase.name,
                     seen.step,
                     phase.steps,
                     seen.loss_first,
@@ -84,7 +84,7 @@ def phase_rows(recipe: Recipe, view: RunView, manifests: dict[str, Manifest]) ->
         elif manifest:
             rows.append(
                 _row(
-                    phase.kind,
+                    phase.name,
                     manifest.step,
                     phase.steps,
                     manifest.loss_first,
@@ -98,7 +98,7 @@ def phase_rows(recipe: Recipe, view: RunView, manifests: dict[str, Manifest]) ->
 
 
 def _row(
-    kind: str,
+    name: str,
     step: int,
     steps: int,
     first: float | None,
@@ -108,7 +108,7 @@ def _row(
     source: str,
 ) -> dict[str, Any]:
     row: dict[str, Any] = {
-        "phase": kind,
+        "phase": name,
         "steps": f"{step}/{steps}",
         "loss first": _number(first),
         "loss last": _number(last),

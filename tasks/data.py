@@ -21,14 +21,14 @@ _SHOWN_PROBLEMS = 5
 def prepare_data(recipe: Recipe, store: Store, folder: Path) -> tuple[Recipe, dict[str, str]]:
     """Check every row of every dataset; copy local files to the bucket.
 
-    Returns the recipe with all data in the bucket, and each dataset's sha256 by phase kind (`evaluation` too).
+    Returns the recipe with all data in the bucket, and each dataset's sha256 by phase name (`evaluation` too).
     UserError names the file, the line and the field of each of the first problems.
     """
     digests: dict[str, str] = {}
     sources: dict[str, str] = {}
     problems: list[str] = []
-    for name, source in _sources(recipe):
-        report = _check(name, source, store, folder)
+    for name, kind, source in _sources(recipe):
+        report = _check(name, kind, source, store, folder)
         shown = [f"{name} data: {problem}" for problem in report.problems[:_SHOWN_PROBLEMS]]
         more = len(report.problems) - len(shown)
         problems += [*shown, *([f"{name} data: and {more} more problems"] if more > 0 else [])]
@@ -38,16 +38,16 @@ def prepare_data(recipe: Recipe, store: Store, folder: Path) -> tuple[Recipe, di
     return _with_bucket_data(recipe, sources, digests, store, folder), digests
 
 
-def _sources(recipe: Recipe) -> Iterable[tuple[str, str]]:
+def _sources(recipe: Recipe) -> Iterable[tuple[str, str, str]]:
     for phase in recipe.phases:
-        yield phase.kind, phase.data
+        yield phase.name, phase.kind, phase.data
     if recipe.evaluation.data:
-        yield "evaluation", recipe.evaluation.data
+        yield "evaluation", "evaluation", recipe.evaluation.data
 
 
-def _check(name: str, source: str, store: Store, folder: Path) -> RowReport:
+def _check(name: str, kind: str, source: str, store: Store, folder: Path) -> RowReport:
     with _opened(name, source, store, folder) as path, path.open("rb") as lines:
-        report = check_rows(name, lines, subject=source.rsplit("/", 1)[-1])
+        report = check_rows(kind, lines, subject=source.rsplit("/", 1)[-1])
     log.info(
         "%s data: %s: %d rows, %d problems, sha256 %s",
         name,
@@ -87,7 +87,7 @@ def _with_bucket_data(
     recipe: Recipe, sources: dict[str, str], digests: dict[str, str], store: Store, folder: Path
 ) -> Recipe:
     placed = {name: _place(name, source, digests[name], store, folder) for name, source in sources.items()}
-    phases = tuple(phase.model_copy(update={"data": placed[phase.kind]}) for phase in recipe.phases)
+    phases = tuple(phase.model_copy(update={"data": placed[phase.name]}) for phase in recipe.phases)
     evaluation = recipe.evaluation.model_copy(update={"data": placed.get("evaluation")})
     return recipe.model_copy(update={"phases": phases, "evaluation": evaluation})
 

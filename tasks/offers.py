@@ -48,9 +48,9 @@ def plan_run(
     best = costs[ranked[0].offer.id] if ranked else expected
     return Plan(
         run=recipe.name,
-        phases=recipe.phase_kinds,
-        done=tuple(kind for kind in recipe.phase_kinds if kind in done),
-        steps_left=sum(phase.steps for phase in recipe.phases if phase.kind not in done),
+        phases=recipe.phase_names,
+        done=tuple(name for name in recipe.phase_names if name in done),
+        steps_left=sum(phase.steps for phase in recipe.phases if phase.name not in done),
         memory=memory,
         hours=round(best.hours, 4),
         hours_from=best.hours_from,
@@ -65,8 +65,8 @@ def plan_run(
 def done_phases(recipe: Recipe, store: Store) -> tuple[str, ...]:
     """Phases that need no training any more by their manifests alone. A run checks their data as well, a plan has no need of it."""
     done: list[str] = []
-    for kind in recipe.phase_kinds:
-        keys = sorted(info.key for info in store.list(layout.phase_manifests(recipe.name, kind)))
+    for name in recipe.phase_names:
+        keys = sorted(info.key for info in store.list(layout.phase_manifests(recipe.name, name)))
         data = store.get_bytes(keys[-1]) if keys else None
         if data is None:
             break
@@ -74,9 +74,9 @@ def done_phases(recipe: Recipe, store: Store) -> tuple[str, ...]:
             manifest = parse_manifest(data, keys[-1])
         except ManifestError as error:
             raise UserError(str(error)) from None
-        if not manifest.complete or manifest.phase_digest != recipe.phase_digest(kind):
+        if not manifest.complete or manifest.phase_digest != recipe.phase_digest(name):
             break
-        done.append(kind)
+        done.append(name)
     return tuple(done)
 
 

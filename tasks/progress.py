@@ -16,10 +16,10 @@ def newest_manifests(recipe: Recipe, store: Store, digests: dict[str, str]) -> d
     """
     found: dict[str, Manifest] = {}
     for phase in recipe.phases:
-        keys = sorted(info.key for info in store.list(layout.phase_manifests(recipe.name, phase.kind)))
+        keys = sorted(info.key for info in store.list(layout.phase_manifests(recipe.name, phase.name)))
         if not keys:
             break
-        found[phase.kind] = _read(recipe, store, keys[-1], digests)
+        found[phase.name] = _read(recipe, store, keys[-1], digests)
     return found
 
 

@@ -79,11 +79,11 @@ class Run:
 
     def phases_left(self) -> tuple[str, ...]:
         """Phases whose final manifest is not yet in the bucket, in order."""
-        return tuple(phase.kind for phase in self.recipe.phases if not self._complete(phase.kind))
+        return tuple(name for name in self.recipe.phase_names if not self._complete(name))
 
     def phases_done(self) -> tuple[str, ...]:
         left = self.phases_left()
-        return tuple(kind for kind in self.recipe.phase_kinds if kind not in left)
+        return tuple(name for name in self.recipe.phase_names if name not in left)
 
     def unfinished(self) -> bool:
         """Is there anything to rent a box for? A run whose adapter lies in the bucket is over."""

@@ -14,15 +14,15 @@ from training.contract.recipe import Budget
 class UplinkWatch:
     """Judges the last upload of a phase against `budget.upload_s` and `budget.stall_s`. Call it once a poll."""
 
-    def __init__(self, kind: str, budget: Budget, clock: Callable[[], float]) -> None:
-        self._kind, self._budget, self._clock = kind, budget, clock
+    def __init__(self, phase: str, budget: Budget, clock: Callable[[], float]) -> None:
+        self._phase, self._budget, self._clock = phase, budget, clock
         self._trained_at: float | None = None
         self._what = ""
         self._samples: list[Sample] = []
 
     def __call__(self, view: RunView) -> None:
         """TransferFailed if the upload stands still or cannot finish within its budget."""
-        phase = view.phase(self._kind)
+        phase = view.phase(self._phase)
         if phase.end is None or phase.durable_complete:
             return
         now = self._clock()
@@ -37,7 +37,7 @@ class UplinkWatch:
         assert self._trained_at is not None
         if now - self._trained_at > self._budget.upload_s:
             raise TransferFailed(
-                f"upload of {self._kind}: not durable {now - self._trained_at:.0f} s after training, budget.upload_s = {self._budget.upload_s}"
+                f"upload of {self._phase}: not durable {now - self._trained_at:.0f} s after training, budget.upload_s = {self._budget.upload_s}"
             )
 
     def _judge(self, upload: Transfer, now: float) -> None:

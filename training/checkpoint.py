@@ -135,10 +135,10 @@ class Checkpoints:
     def _staged(self, phase: str) -> list[Found]:
         """Finished by an earlier runner on this box and perhaps not uploaded."""
         found: list[Found] = []
-        for directory in sorted(self._staging.glob(f"{phase}-[0-9]*")):
+        for directory in sorted(self._staging.glob(f"{phase}_[0-9]*")):
             path = directory / "manifest.json"
             if path.exists() and directory.suffix != ".partial":
-                step = int(directory.name.rpartition("-")[2])
+                step = int(directory.name.rpartition("_")[2])
                 self._parse(path.read_bytes(), layout.manifest(self._run, phase, step), directory, found)
         return found
 
@@ -216,7 +216,7 @@ class Uploader:
 
     def stage(self, source: Path, names: Sequence[str], manifest: Manifest) -> int:
         """Link the checkpoint's files out of the trainer's reach and queue them; returns their bytes. Hashing happens in the background."""
-        partial = self.staging / f"{manifest.phase}-{manifest.step:08d}.partial"
+        partial = self.staging / f"{manifest.phase}_{manifest.step:08d}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         link_files(source, names, partial)
         self.submit(partial, manifest)

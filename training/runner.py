@@ -127,8 +127,8 @@ class Runner:
         try:
             self._require_inputs()
             progress = self._find_progress()
-            done = self._recipe.phase_kinds[: len(progress.done)]
-            self._events.emit(RunnerStart(phases=self._recipe.phase_kinds, done=done, versions=self._versions))
+            done = self._recipe.phase_names[: len(progress.done)]
+            self._events.emit(RunnerStart(phases=self._recipe.phase_names, done=done, versions=self._versions))
             if not progress.done and progress.resume is None:
                 self._evaluate("base", None)
             for phase in self._recipe.phases[len(progress.done) :]:
@@ -144,7 +144,7 @@ class Runner:
     def _train(self, phase: Phase, progress: Progress) -> Progress:
         """Train one phase; what comes back is done, and its last checkpoint is at least on its way to the bucket."""
         self._raise_if_told_to_stop()
-        self._pulse.phase = phase.kind
+        self._pulse.phase = phase.name
         desk = Desk(
             assignment=self._assignment,
             phase=phase,
@@ -160,7 +160,7 @@ class Runner:
         )
         trainer: Any = counting if self._counting else import_module(f"training.phases.{phase.kind}")
         result = trainer.train(desk)
-        key = layout.manifest(self._assignment.run, phase.kind, phase.steps)
+        key = layout.manifest(self._assignment.run, phase.name, phase.steps)
         return Progress([*progress.done, key], result)
 
     def _find_progress(self) -> Progress:
@@ -184,7 +184,7 @@ class Runner:
 
     def _newest_first(self, phase: Phase, done: list[Found], damaged: list[Found]) -> list[Found]:
         identity = self._identity(phase, done[-1].key if done else None)
-        return [each for each in self._checkpoints.newest_first(phase.kind, identity) if each not in damaged]
+        return [each for each in self._checkpoints.newest_first(phase.name, identity) if each not in damaged]
 
     def _fetch_result(self, found: Found) -> Path | None:
         into = self._home.work / "result" / found.manifest.phase
@@ -209,9 +209,9 @@ class Runner:
             self._uploader.submit(found.directory, found.manifest)
 
     def _identity(self, phase: Phase, parent: str | None) -> Identity:
-        data = self._home.data(phase.kind)
+        data = self._home.data(phase.name)
         return Identity(
-            phase_digest=self._recipe.phase_digest(phase.kind),
+            phase_digest=self._recipe.phase_digest(phase.name),
             data_sha256=sha256_of(data) if data.exists() else "",
             versions=self._versions,
             parent=parent,
@@ -241,7 +241,7 @@ class Runner:
     def _require_inputs(self) -> None:
         if self._counting:
             return
-        wanted = [self._home.model / "config.json", *(self._home.data(kind) for kind in self._recipe.phase_kinds)]
+        wanted = [self._home.model / "config.json", *(self._home.data(name) for name in self._recipe.phase_names)]
         if self._recipe.evaluation.data is not None:
             wanted.append(self._home.data("evaluation"))
         missing = [str(path.relative_to(self._home.root)) for path in wanted if not path.exists()]

@@ -55,7 +55,7 @@ QWEN3_235B = Shape(
 
 def memory_fit(recipe: Recipe) -> MemoryFit:
     """The parts of the hungriest phase against the tier's card."""
-    parts = max((_parts(recipe, kind) for kind in recipe.phase_kinds), key=lambda found: sum(found.values()))
+    parts = max((_parts(recipe, name) for name in recipe.phase_names), key=lambda found: sum(found.values()))
     needed = sum(parts.values())
     available = TIERS[recipe.box.tier].memory_gb * TIERS[recipe.box.tier].num_gpus * USABLE
     return MemoryFit(
@@ -102,8 +102,8 @@ def shape_of(recipe: Recipe) -> Shape:
     )
 
 
-def _parts(recipe: Recipe, kind: str) -> dict[str, float]:
-    phase, shape = recipe.phase(kind), shape_of(recipe)
+def _parts(recipe: Recipe, name: str) -> dict[str, float]:
+    phase, shape = recipe.phase(name), shape_of(recipe)
     adapters = adapter_parameters(recipe) / 1e9
     # DPO runs chosen and rejected in one batch of twice the rows.
     rows = phase.batch_size * (2 if phase.kind == "dpo" else 1)

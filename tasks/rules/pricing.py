@@ -63,7 +63,7 @@ def run_cost(recipe: Recipe, offer: Offer, done: Collection[str] = ()) -> Cost:
     down_gb = recipe.model.size_gb + extra.wheels_and_image_gb
     prefetch_s = transfer_s(recipe.model.size_gb, min(offer.inet_down_mbps or 0.0, MAX_DOWN_MBPS))
     up_gb, last_upload_s = _uploads(recipe, offer, done)
-    train_s = sum(phase_s(recipe, kind) for kind in _left(recipe, done))
+    train_s = sum(phase_s(recipe, name) for name in _left(recipe, done))
     starts_s = extra.phase_start_s * len(_left(recipe, done))
     billed_h = (extra.install_s + prefetch_s + starts_s + train_s + last_upload_s) / 3600
     hours = billed_h + extra.boot_s / 3600
@@ -96,9 +96,9 @@ def storage_usd_h(offer: Offer, disk_gb: int) -> float:
     return (offer.storage_usd_gb_month or 0.0) * disk_gb / HOURS_A_MONTH
 
 
-def phase_s(recipe: Recipe, kind: str) -> float:
+def phase_s(recipe: Recipe, name: str) -> float:
     """Seconds of training of one phase: steps times what a step took before, or is predicted to take."""
-    phase = recipe.phase(kind)
+    phase = recipe.phase(name)
     if recipe.step_seconds:
         return phase.steps * recipe.step_seconds
     if recipe.box.device != "cuda":
@@ -132,17 +132,17 @@ def _uploads(recipe: Recipe, offer: Offer, done: Collection[str]) -> tuple[float
     one_gb = checkpoint_gb(recipe)
     one_s = transfer_s(one_gb, offer.inet_up_mbps or 0.0)
     total = 0.0
-    for kind in _left(recipe, done):
-        phase = recipe.phase(kind)
+    for name in _left(recipe, done):
+        phase = recipe.phase(name)
         saves = math.ceil(phase.steps / phase.save_every_steps)
-        passable = saves if one_s == 0 else 1 + int(phase_s(recipe, kind) / one_s)
+        passable = saves if one_s == 0 else 1 + int(phase_s(recipe, name) / one_s)
         total += one_gb * min(saves, passable)
     final_gb = adapter_gb(recipe)
     return total + final_gb, one_s + transfer_s(final_gb, offer.inet_up_mbps or 0.0)
 
 
 def _left(recipe: Recipe, done: Collection[str]) -> list[str]:
-    return [kind for kind in recipe.phase_kinds if kind not in done]
+    return [name for name in recipe.phase_names if name not in done]
 
 
 def _relative_speed(recipe: Recipe) -> float:

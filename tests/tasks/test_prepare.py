@@ -114,7 +114,7 @@ def test_a_good_recipe_with_local_data_is_prepared_and_its_data_is_in_the_bucket
     source = run.recipe.phase("sft").data
     assert source == f"bucket:datasets/by-digest/{run.digests['sft']}.jsonl"
     assert run.store.get_bytes(source.removeprefix("bucket:")) == GOOD_ROW * 4
-    assert run.unfinished() and run.phases_left() == run.recipe.phase_kinds
+    assert run.unfinished() and run.phases_left() == run.recipe.phase_names
 
 
 def test_a_budget_below_any_box_finds_no_offer_and_names_the_field(prepared: Callable[[Change], Run]) -> None:

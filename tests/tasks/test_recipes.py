@@ -34,7 +34,7 @@ def test_what_people_override_is_flat_and_leaves_the_rest_alone() -> None:
     recipe = load_recipe(
         "tiny-moe", {"run_name": "other", "max_usd": 0.5, "max_steps": 3, "phases": ["sft", "grpo"], "tier": None}
     )
-    assert (recipe.name, recipe.budget.max_usd, recipe.phase_kinds) == ("other", 0.5, ("sft", "grpo"))
+    assert (recipe.name, recipe.budget.max_usd, recipe.phase_names) == ("other", 0.5, ("sft", "grpo"))
     assert all(phase.steps <= 3 for phase in recipe.phases)
     assert recipe.phase("sft").learning_rate == plain.phase("sft").learning_rate
     assert recipe.budget.attempts == plain.budget.attempts

@@ -127,7 +127,7 @@ def test_what_waits_at_the_end_stays_staged_with_its_manifest(tmp_path: Path, s3
     uploader, _, store = uploader_of(tmp_path, s3, "staged", python="/nowhere/python", pauses_s=(60.0,))
     uploader.stage(checkpoint(tmp_path / "cpt", 10), NAMES, manifest("staged", "cpt", 10))
     uploader.close()
-    staged = tmp_path / "box" / "work" / "staging" / "cpt-00000010"
+    staged = tmp_path / "box" / "work" / "staging" / "cpt_00000010"
     assert sorted(path.name for path in staged.iterdir()) == ["manifest.json", *NAMES]
     assert steps(store, "staged", "cpt") == []
 

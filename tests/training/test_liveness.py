@@ -17,7 +17,7 @@ from training import experts, liveness
 from training.contract.recipe import Adapters
 from training.liveness import Guard, LivenessError
 from training.model import ModelError, attach, expected_counts, load_base, lora_config, lora_tensors, require_groups
-from training.phases.common import require_reference
+from training.phases.reporter import require_reference
 
 RECIPE = recipe_of("tiny-moe")
 IDS = torch.randint(3, 700, (1, 40), generator=torch.Generator().manual_seed(0))

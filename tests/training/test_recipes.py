@@ -22,4 +22,4 @@ def test_the_shipped_recipes_are_these() -> None:
 @pytest.mark.parametrize("name", ["tiny-moe", "counting", "qwen3.6-35b-a3b"])
 def test_a_main_recipe_runs_all_five_phases_in_order(name: str) -> None:
     path = next(path for path in RECIPES if path.stem == name)
-    assert parse_recipe(yaml.safe_load(path.read_text())).phase_kinds == ("cpt", "sft", "dpo", "kto", "grpo")
+    assert parse_recipe(yaml.safe_load(path.read_text())).phase_names == ("cpt", "sft", "dpo", "kto", "grpo")

@@ -208,7 +208,7 @@ def marker_holds(home: Path) -> bool:
 
 def wanted_data(recipe: Recipe) -> dict[str, str]:
     """Path on the box → key in the bucket, for the phases' data and the held-out set. Refused if one is not in the bucket."""
-    places = {f"data/{phase.kind}.jsonl": phase.data for phase in recipe.phases}
+    places = {f"data/{phase.name}.jsonl": phase.data for phase in recipe.phases}
     if recipe.evaluation.data:
         places["data/evaluation.jsonl"] = recipe.evaluation.data
     for path, place in places.items():

@@ -19,6 +19,7 @@ Group = Literal["attention", "linear_attention", "shared_expert", "routed_expert
 Tier = Literal["rtxpro6000", "h200", "b200", "rehearsal"]
 Allowance = Literal["slow_experts", "unpacked", "fewer_groups"]
 RUN_NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,39}$")
+PHASE_NAME = re.compile(r"^[a-z][a-z0-9-]{0,23}$")
 
 
 class RecipeError(ValueError):
@@ -65,8 +66,11 @@ class Adapters(Frozen):
 
 
 class _Phase(Frozen):
+    name: str
+    """What the phase is called in events, manifests and tables; its kind unless said otherwise. Two phases of one kind need names of their own."""
     data: str
-    """`bucket:KEY` or a local path (relative to the recipe's file); JSON lines. Local files are copied to the bucket before renting."""
+    """`bucket:KEY` or a local path (relative to the recipe's file): a .jsonl or .parquet file, or a folder that `datasets` saved. Local data and
+    everything that is not JSON lines is put into the bucket as JSON lines before renting."""
     steps: int = Field(ge=1)
     """Optimizer steps."""
     learning_rate: float = Field(gt=0, lt=1)
@@ -82,6 +86,18 @@ class _Phase(Frozen):
     """Local checkpoint interval; the upload takes the newest one that is finished."""
     router_aux_loss: float = Field(0.0, ge=0)
     """TRL turns the router's auxiliary loss on by default; with a frozen router it only leaks into the other adapters."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_after_kind(cls, data: Any) -> Any:
+        return {"name": data.get("kind", cls.model_fields["kind"].default), **data} if isinstance(data, dict) else data
+
+    @field_validator("name")
+    @classmethod
+    def _name(cls, value: str) -> str:
+        if not PHASE_NAME.fullmatch(value) or value == "evaluation":
+            raise ValueError("want lower case letters, digits and dashes, at most 24, such as 'sft-code'")
+        return value
 
 
 class CptPhase(_Phase):
@@ -223,6 +239,10 @@ class Recipe(Frozen):
     """`counting` keeps the runner's whole contract and trains nothing; it rehearses faults in seconds."""
     step_seconds: float | None = Field(None, gt=0)
     """Seconds a step measured before for this recipe and tier; empty = predicted, and the plan says so."""
+    optimizer: Literal["adamw_8bit", "adamw"] = "adamw_8bit"
+    """State of 2.03 bytes a parameter, or of 8 in fp32. With fp32 state a rank-32 adapter of all experts does not fit 96 GB beside the 35B."""
+    trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
+    """Where the steps are shown besides the events file, which stays the truth. Each needs its package on the box; wandb its key in the settings."""
     seed: int = 0
     allow: tuple[Allowance, ...] = ()
     """Slower or smaller ways that this recipe accepts. Without the word, each of them stops the run."""
@@ -236,11 +256,13 @@ class Recipe(Frozen):
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        kinds = [phase.kind for phase in self.phases]
-        if not kinds:
+        names = self.phase_names
+        if not names:
             raise ValueError("phases: want at least one of cpt, sft, dpo, kto, grpo")
-        if len(set(kinds)) != len(kinds):
-            raise ValueError(f"phases: each kind may appear once, seen {', '.join(kinds)}")
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(
+                f"phases: {names.count(twice[0])} are called '{twice[0]}'; give each a name of its own, such as name: {twice[0]}-2"
+            )
         if (self.trainer == "counting") != (self.box.device == "none"):
             raise ValueError("trainer: 'counting' goes with box.device: none, and only with it")
         if (self.box.tier == "rehearsal") == (self.box.device == "cuda"):
@@ -251,25 +273,28 @@ class Recipe(Frozen):
             )
         return self
 
-    def phase(self, kind: str) -> CptPhase | SftPhase | DpoPhase | KtoPhase | GrpoPhase:
-        """The phase of that kind; KeyError if the recipe has none."""
+    def phase(self, name: str) -> CptPhase | SftPhase | DpoPhase | KtoPhase | GrpoPhase:
+        """The phase of that name; KeyError if the recipe has none."""
         for phase in self.phases:
-            if phase.kind == kind:
+            if phase.name == name:
                 return phase
-        raise KeyError(f"the recipe has no phase '{kind}'; it has {', '.join(self.phase_kinds)}")
+        raise KeyError(f"the recipe has no phase '{name}'; it has {', '.join(self.phase_names)}")
 
     @property
-    def phase_kinds(self) -> tuple[PhaseKind, ...]:
-        return tuple(phase.kind for phase in self.phases)
+    def phase_names(self) -> tuple[str, ...]:
+        return tuple(phase.name for phase in self.phases)
 
-    def phase_digest(self, kind: str) -> str:
-        """sha256 of all that decides this phase's weights: model, adapters, seed, and every phase up to and with this one.
+    def phase_digest(self, name: str) -> str:
+        """sha256 of all that decides this phase's weights: model, adapters, optimizer, seed, and every phase up to and with this one.
 
         Budgets, boxes and prices are left out, so that a run may go on elsewhere; a changed learning rate may not.
         The data's place is left out too: the manifest holds the sha256 of its content.
         """
-        upto = self.phase_kinds.index(self.phase(kind).kind) + 1
-        decides = self.model_dump(mode="json", include={"model": True, "adapters": True, "seed": True, "trainer": True})
+        upto = self.phase_names.index(self.phase(name).name) + 1
+        deciding = {"model": True, "adapters": True, "optimizer": True, "seed": True, "trainer": True}
+        decides = self.model_dump(mode="json", include=deciding)
+        # Without packing the same rows make other steps.
+        decides["unpacked"] = "unpacked" in self.allow
         decides["phases"] = [
             phase.model_dump(mode="json", exclude={"save_every_steps", "data"}) for phase in self.phases[:upto]
         ]

@@ -31,7 +31,7 @@ def train(desk: Desk) -> Path:
     desk.guard("attach", step, {"counter": 1.0})
     seconds = desk.assignment.recipe.step_seconds or STEP_S
     while step < desk.phase.steps and not desk.stop.is_set():
-        desk.pulse.begin_step(desk.kind, step + 1)
+        desk.pulse.begin_step(desk.name, step + 1)
         desk.stop.wait(seconds)
         if desk.stop.is_set():
             break
@@ -62,7 +62,7 @@ def _begin(desk: Desk) -> tuple[float, list[float]]:
 
 
 def _step(value: float, desk: Desk, step: int) -> tuple[float, float]:
-    noise = random.Random(f"{desk.assignment.run}/{desk.kind}/{step}").random()
+    noise = random.Random(f"{desk.assignment.run}/{desk.name}/{step}").random()
     loss = 4.0 * math.exp(-3.0 * step / desk.phase.steps) + 0.05 * noise
     return 0.9 * value + noise, round(loss, 6)
 
@@ -70,7 +70,7 @@ def _step(value: float, desk: Desk, step: int) -> tuple[float, float]:
 def _save(desk: Desk, step: int, value: float, losses: list[float]) -> None:
     directory = desk.output / f"checkpoint-{step}"
     directory.mkdir(parents=True, exist_ok=True)
-    state = {"phase": desk.kind, "step": step, "value": value, "losses": losses}
+    state = {"phase": desk.name, "step": step, "value": value, "losses": losses}
     (directory / "state.json").write_text(json.dumps(state))
     (directory / "weights.bin").write_bytes(random.Random(_digest(value)).randbytes(WEIGHTS_BYTES))
     desk.save(directory, step, groups=_groups(value), losses=_ends(losses), metrics={"value": value})

@@ -59,8 +59,8 @@ class Home:
     def work(self) -> Path:
         return self.root / "work"
 
-    def data(self, kind: str) -> Path:
-        return self.root / "data" / f"{kind}.jsonl"
+    def data(self, name: str) -> Path:
+        return self.root / "data" / f"{name}.jsonl"
 
 
 class Pulse:
@@ -106,24 +106,24 @@ class Desk:
     saved_step: int = -1
 
     @property
-    def kind(self) -> str:
-        return self.phase.kind
+    def name(self) -> str:
+        return self.phase.name
 
     @property
     def output(self) -> Path:
-        return self.home.work / "output" / self.kind
+        return self.home.work / "output" / self.name
 
     def started(self, step: int, rows: int | None) -> None:
         resumed_from = self.resume.key if self.resume else None
         self.events.emit(
-            PhaseStart(phase=self.kind, step=step, max_steps=self.phase.steps, resumed_from=resumed_from, rows=rows)
+            PhaseStart(phase=self.name, step=step, max_steps=self.phase.steps, resumed_from=resumed_from, rows=rows)
         )
 
     def guard(self, stage: str, step: int, groups: Mapping[str, float]) -> None:
-        self.events.emit(Guard(phase=self.kind, step=step, stage=stage, groups=dict(groups)))
+        self.events.emit(Guard(phase=self.name, step=step, stage=stage, groups=dict(groups)))
 
     def notice(self, what: str, reason: str) -> None:
-        self.events.emit(Notice(phase=self.kind, what=what, reason=reason))
+        self.events.emit(Notice(phase=self.name, what=what, reason=reason))
 
     def stepped(self, step: int, loss: float, seconds: float, metrics: Mapping[str, float]) -> None:
         """Report one optimizer step; NotFinite if its loss or gradient is not a number, after saying so in the events."""
@@ -131,7 +131,7 @@ class Desk:
         named = ("grad_norm", "learning_rate", "tokens")
         self.events.emit(
             Step(
-                phase=self.kind,
+                phase=self.name,
                 step=step,
                 max_steps=self.phase.steps,
                 loss=finite(loss),
@@ -166,7 +166,7 @@ class Desk:
         """Hand a checkpoint directory over to be made durable."""
         manifest = Manifest(
             run=self.assignment.run,
-            phase=self.kind,
+            phase=self.name,
             step=step,
             max_steps=self.phase.steps,
             created_at=round(time.time(), 3),
@@ -184,7 +184,7 @@ class Desk:
         )
         size = self.uploader.stage(source, self.identity.required, manifest)
         self.saved_step = step
-        self.events.emit(CheckpointSaved(phase=self.kind, step=step, bytes=size))
+        self.events.emit(CheckpointSaved(phase=self.name, step=step, bytes=size))
 
     def ended(
         self,
@@ -198,7 +198,7 @@ class Desk:
         complete = step >= self.phase.steps
         self.events.emit(
             PhaseEnd(
-                phase=self.kind,
+                phase=self.name,
                 step=step,
                 max_steps=self.phase.steps,
                 complete=complete,
@@ -210,11 +210,11 @@ class Desk:
             )
         )
         if not complete:
-            raise Interrupted(f"{self.kind}: told to stop after step {step} of {self.phase.steps}")
+            raise Interrupted(f"{self.name}: told to stop after step {step} of {self.phase.steps}")
 
     def keep_result(self, source: Path, names: Sequence[str]) -> Path:
         """Link the finished phase's adapter to where the next one begins; returns that directory."""
-        return link_files(source, names, self.home.work / "result" / self.kind)
+        return link_files(source, names, self.home.work / "result" / self.name)
 
 
 def _memory_mb() -> float | None:

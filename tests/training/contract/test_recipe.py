@@ -96,11 +96,17 @@ def test_grpo_batches_hold_whole_groups() -> None:
         parse_recipe(data)
 
 
-def test_a_phase_appears_once() -> None:
+def test_a_run_is_any_list_of_phases_each_under_a_name_of_its_own() -> None:
     data = copy.deepcopy(GOOD)
-    data["phases"] *= 2
-    with pytest.raises(RecipeError, match="each kind may appear once"):
+    data["phases"] = [data["phases"][0], data["phases"][0] | {"name": "again"}]
+    assert parse_recipe(data).phase_names == (data["phases"][0]["kind"], "again")
+    data["phases"][1].pop("name")
+    with pytest.raises(RecipeError, match=r"2 are called .* give each a name of its own"):
         parse_recipe(data)
+    for name in ("Evil/../name", "evaluation", "with_underscore"):
+        data["phases"][1]["name"] = name
+        with pytest.raises(RecipeError, match="sft-code"):
+            parse_recipe(data)
 
 
 def test_what_decides_the_weights_changes_the_digest_and_what_does_not_does_not() -> None:
