@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from training.contract.recipe import Recipe
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,6 +29,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     check = commands.add_parser("check", help="read a recipe and say what is wrong with it; touches nothing")
     check.add_argument("recipe", help="a shipped recipe's name or a YAML file")
+    check.add_argument(
+        "--data", action="store_true", help="read every row of its datasets too; writes nothing anywhere"
+    )
     check.set_defaults(run=_check)
     plan = commands.add_parser("plan", help="what a run would take and which offers fit; spends nothing")
     plan.add_argument("recipe")
@@ -52,7 +59,18 @@ def _check(arguments: argparse.Namespace) -> int:
     print(
         f"{recipe.name}: {recipe.model.source}, phases {', '.join(recipe.phase_names)}, tier {recipe.box.tier}, at most ${recipe.budget.max_usd:g}: the recipe is well formed"
     )
+    if arguments.data:
+        print(_data(arguments.recipe, recipe))
     return 0
+
+
+def _data(name: str, recipe: Recipe) -> str:
+    from tasks.data import check_data
+    from tasks.recipes import find_recipe
+    from tasks.settings import settings
+    from tasks.stores import checked_store
+
+    return check_data(recipe, find_recipe(name).parent, lambda: checked_store(settings()))
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -18,8 +18,9 @@ from prefect.artifacts import (
 from prefect.exceptions import PrefectException
 
 from tasks.domain import Plan, Receipt
-from tasks.phase import PHASES_CAPTION, RunView
+from tasks.phase import PHASES_CAPTION, Pace, RunView
 from tasks.receipt import markdown
+from tasks.rules.memory import parts_sentence
 from training.contract.manifest import Manifest
 from training.contract.recipe import Recipe
 
@@ -53,7 +54,8 @@ class Progress:
         }
         running = [phase for phase in view.phases.values() if phase.step < phase.max_steps]
         current = (running or list(view.phases.values()))[-1:] if view.phases else []
-        return 100.0 * sum(steps.values()) / sum(self._steps.values()), current[0].sentence if current else "starting"
+        sentence = current[0].sentence if current else "starting"
+        return 100.0 * sum(steps.values()) / sum(self._steps.values()), f"{sentence}{_gpu(view)}"
 
     def _show(self, percent: float, sentence: str) -> None:
         if self._id is None:
@@ -63,53 +65,43 @@ class Progress:
             update_progress_artifact(artifact_id=self._id, progress=percent, description=sentence)
 
 
+def _gpu(view: RunView) -> str:
+    if view.gpu_util_percent is None:
+        return ""
+    power = f", {view.gpu_power_w:.0f} W" if view.gpu_power_w is not None else ""
+    return f"; GPU {view.gpu_util_percent:.0f} % busy{power}"
+
+
 def phase_rows(recipe: Recipe, view: RunView, manifests: dict[str, Manifest]) -> list[dict[str, Any]]:
     """One row a phase: loss first → last and each group's norm, from this run's events or an earlier run's manifest."""
     rows: list[dict[str, Any]] = []
     for phase in recipe.phases:
         seen, manifest = view.phases.get(phase.name), manifests.get(phase.name)
         if seen and seen.end:
-            rows.append(
-                _row(
-                    phase.name,
-                    seen.step,
-                    phase.steps,
-                    seen.loss_first,
-                    seen.loss_last,
-                    {k: (g.norm, g.delta_norm) for k, g in seen.end.groups.items()},
-                    seen.metrics,
-                    "trained",
-                )
-            )
+            groups = {name: (group.norm, group.delta_norm) for name, group in seen.end.groups.items()}
+            facts = (seen.loss_first, seen.loss_last, groups, seen.metrics, seen.pace)
+            rows.append(_row(phase.name, f"{seen.step}/{phase.steps}", *facts, source="trained"))
         elif manifest:
-            rows.append(
-                _row(
-                    phase.name,
-                    manifest.step,
-                    phase.steps,
-                    manifest.loss_first,
-                    manifest.loss_last,
-                    {k: (g.norm, g.delta_norm) for k, g in manifest.groups.items()},
-                    manifest.metrics,
-                    "from the bucket",
-                )
-            )
+            groups = {name: (group.norm, group.delta_norm) for name, group in manifest.groups.items()}
+            facts = (manifest.loss_first, manifest.loss_last, groups, manifest.metrics, Pace())
+            rows.append(_row(phase.name, f"{manifest.step}/{phase.steps}", *facts, source="from the bucket"))
     return rows
 
 
 def _row(
     name: str,
-    step: int,
-    steps: int,
+    steps: str,
     first: float | None,
     last: float | None,
     groups: dict[str, tuple[float, float | None]],
     metrics: dict[str, float],
+    pace: Pace,
+    *,
     source: str,
 ) -> dict[str, Any]:
     row: dict[str, Any] = {
         "phase": name,
-        "steps": f"{step}/{steps}",
+        "steps": steps,
         "loss first": _number(first),
         "loss last": _number(last),
         "reward": _spread(metrics.get("reward"), metrics.get("reward_std")),
@@ -117,6 +109,10 @@ def _row(
     # The routed experts first: they are nearly all of the adapter, and what once stood still for 33 hours.
     for group, (norm, delta) in sorted(groups.items(), key=lambda item: (not item[0].startswith("routed"), item[0])):
         row[group] = f"{norm:.2f} ({delta:.2f})" if delta is not None else f"{norm:.2f}"
+    row["s a step"] = "" if pace.step_s is None else f"{pace.step_s:.2f}"
+    row["tok/s"] = "" if pace.tokens_per_s is None else f"{pace.tokens_per_s:,.0f}"
+    row["MFU"] = "" if pace.mfu is None else f"{100 * pace.mfu:.1f} %"
+    row["$ of steps"] = "" if not pace.usd else f"{pace.usd:.4f}"
     return {**row, "source": source}
 
 
@@ -153,9 +149,14 @@ def show_plan(plan: Plan) -> None:
         lambda: create_table_artifact(
             table=rows,
             key="offers",
-            description=f"{plan.found} offers found, {len(plan.offers)} fit; {plan.hours:.2f} h ({plan.hours_from})",
+            description=f"{plan.found} offers found, {len(plan.offers)} fit; {plan.hours:.2f} h ({plan.hours_from}){_memory(plan)}",
         )
     )
+
+
+def _memory(plan: Plan) -> str:
+    fit = plan.memory
+    return f"; memory {fit.needed_gb:.1f} of {fit.available_gb:.1f} GB ({parts_sentence(fit)})" if fit else ""
 
 
 def show_phases(rows: list[dict[str, Any]]) -> None:

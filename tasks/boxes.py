@@ -174,7 +174,7 @@ def give_back(run: Run, error: BoxError) -> None:
     machine_id = run.flight.flight.attempts[-1].machine_id
     run.close()
     run.watcher = None
-    result = destroy_run(run.market, run.flow_run_id, store=run.store)
+    result = destroy_run(run.market, run.flow_run_id, store=run.store, poll_s=run.settings.poll_s)
     if not result.clean:
         raise DestroyUnverified(
             f"box {list(result.unverified)} may still bill: {result.reason}; no other is rented beside it"

@@ -93,7 +93,7 @@ def destroy_in_a_hurry(flow_run_id: str) -> Destruction:
         if held_until is not None and held_until > time.time():
             return Destruction(flow_run_id=flow_run_id, kept_until=held_until)
         market = open_market(settings, budget_s=HURRY_S)
-        result = destroy_run(market, flow_run_id, deadline_s=HURRY_S, also=known, poll_s=1.0)
+        result = destroy_run(market, flow_run_id, deadline_s=HURRY_S, also=known, poll_s=min(1.0, settings.poll_s))
     except LiveryError as error:
         result = Destruction(flow_run_id=flow_run_id, reason=str(error))
         log.error("boxes of flow run %s may still bill: %s", flow_run_id, error)

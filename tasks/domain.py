@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from training.contract.memory import MemoryPlan
 from training.contract.model import Frozen
 
 LABEL_PREFIX = "livery"
@@ -92,14 +93,6 @@ class RankedOffer(Frozen):
     sentence: str = ""
 
 
-class MemoryFit(Frozen):
-    needed_gb: float
-    available_gb: float
-    fits: bool
-    parts: dict[str, float]
-    """GB by what takes it: base, adapters, gradients, optimizer, activations …"""
-
-
 class Plan(Frozen):
     """What a run will take, computed before a cent is spent."""
 
@@ -108,7 +101,7 @@ class Plan(Frozen):
     done: tuple[str, ...] = ()
     """Phases already complete in the bucket."""
     steps_left: int
-    memory: MemoryFit | None = None
+    memory: MemoryPlan | None = None
     hours: float
     hours_from: Literal["measured", "predicted"]
     run_usd: float | None

@@ -78,8 +78,8 @@ def install_training(remote: Remote, recipe: Recipe, state_dir: Path) -> None:
         if answer.code != 0:
             raise InstallFailed(f"install training: {answer.err.decode(errors='replace').strip()[-300:]}")
         return
-    extra = "[train,cuda]" if recipe.box.device == "cuda" else "[train]"
-    _install(remote, recipe, layout.BOX_TRAIN_VENV, extra=extra, state_dir=state_dir)
+    extras = ["train", *(["cuda"] if recipe.box.device == "cuda" else []), *recipe.trackers]
+    _install(remote, recipe, layout.BOX_TRAIN_VENV, extra=f"[{','.join(extras)}]", state_dir=state_dir)
 
 
 def send_wheel(remote: Remote, state_dir: Path) -> str:

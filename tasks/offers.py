@@ -9,13 +9,14 @@ from tasks.errors import NoOffers, UserError
 from tasks.hosts import bad_machines
 from tasks.market.protocol import Market
 from tasks.rules.filters import Want, funnel, survivors
-from tasks.rules.memory import require_fit
+from tasks.rules.memory import parts_sentence, require_fit
 from tasks.rules.pricing import Cost, run_cost
 from tasks.rules.tiers import TIERS
 from training.box.store import Store
-from training.contract import layout
+from training.contract.claims import ClaimError, newest_manifest
 from training.contract.manifest import ManifestError, parse_manifest
 from training.contract.recipe import Recipe
+from training.contract.shapes import ModelShape, ShapeError, read_shape
 
 
 def plan_run(
@@ -32,11 +33,12 @@ def plan_run(
     `done` are phases complete in the bucket, `tried` machines of this run's earlier attempts; machines remembered in the bucket are
     left out. UserError if the recipe does not fit its card; errors of market and bucket as they are.
     """
-    memory = require_fit(recipe)
+    shape = mirrored_shape(recipe, store)
+    memory = require_fit(recipe, shape)
     offers = market.search(recipe.box)
     bad = bad_machines(store, now=now)
-    costs = {offer.id: run_cost(recipe, offer, done) for offer in offers}
-    expected = _expected(recipe, done, offers, costs)
+    costs = {offer.id: run_cost(recipe, offer, done, shape) for offer in offers}
+    expected = _expected(recipe, done, offers, costs, shape)
     want = Want(
         box=recipe.box,
         needed_s=expected.hours * 3600,
@@ -62,17 +64,36 @@ def plan_run(
     )
 
 
+def mirrored_shape(recipe: Recipe, store: Store) -> ModelShape | None:
+    """The model's shape by the config.json of its mirror in the bucket; None if there is no mirror or no such file yet.
+
+    UserError if the file describes another family than the recipe's, or a model that Livery does not know.
+    """
+    if not recipe.model.source.startswith("bucket:"):
+        return None
+    key = f"{recipe.model.source.removeprefix('bucket:').rstrip('/')}/config.json"
+    data = store.get_bytes(key)
+    if data is None:
+        return None
+    try:
+        shape = read_shape(data, key)
+    except ShapeError as error:
+        raise UserError(f"model.source: {error}") from None
+    if shape.family != recipe.model.family:
+        raise UserError(f"model.family: seen {recipe.model.family}, but {key} says {shape.family}; write that")
+    return shape
+
+
 def done_phases(recipe: Recipe, store: Store) -> tuple[str, ...]:
     """Phases that need no training any more by their manifests alone. A run checks their data as well, a plan has no need of it."""
     done: list[str] = []
     for name in recipe.phase_names:
-        keys = sorted(info.key for info in store.list(layout.phase_manifests(recipe.name, name)))
-        data = store.get_bytes(keys[-1]) if keys else None
-        if data is None:
-            break
         try:
-            manifest = parse_manifest(data, keys[-1])
-        except ManifestError as error:
+            newest = newest_manifest(store, recipe.name, name)
+            if newest is None:
+                break
+            manifest = parse_manifest(newest[1], newest[0])
+        except (ClaimError, ManifestError) as error:
             raise UserError(str(error)) from None
         if not manifest.complete or manifest.phase_digest != recipe.phase_digest(name):
             break
@@ -118,7 +139,10 @@ def plan_table(plan: Plan, *, rows: int = 15) -> str:
         + f", budget ${plan.max_usd:.2f}",
     ]
     if fit:
-        lines.append(f"  memory: {fit.needed_gb:.1f} of {fit.available_gb:.1f} GB")
+        guess = "" if fit.exact else "; estimated from model.size_gb, no config.json was found in the bucket"
+        lines.append(
+            f"  memory: {fit.needed_gb:.1f} of {fit.available_gb:.1f} GB in phase {fit.phase} ({parts_sentence(fit)}){guess}"
+        )
     if plan.offers:
         lines.append(f"  {'offer':>10} {'machine':>8} {'card':<20}{'$ run':>9}{'$/h':>8}{'up':>7}{'down':>7}  where")
     for ranked in plan.offers[:rows]:
@@ -137,7 +161,13 @@ def plan_table(plan: Plan, *, rows: int = 15) -> str:
     return "\n".join(lines)
 
 
-def _expected(recipe: Recipe, done: Collection[str], offers: Sequence[Offer], costs: Mapping[int, Cost]) -> Cost:
+def _expected(
+    recipe: Recipe,
+    done: Collection[str],
+    offers: Sequence[Offer],
+    costs: Mapping[int, Cost],
+    shape: ModelShape | None,
+) -> Cost:
     """The hours to plan with before an offer is chosen: the slowest of those that keep the recipe's floors, or the floors themselves."""
     box = recipe.box
     fast = [
@@ -145,7 +175,7 @@ def _expected(recipe: Recipe, done: Collection[str], offers: Sequence[Offer], co
         for offer in offers
         if (offer.inet_down_mbps or 0) >= box.min_inet_down_mbps and (offer.inet_up_mbps or 0) >= box.min_inet_up_mbps
     ]
-    at_the_floor = run_cost(recipe, _floor_offer(recipe), done)
+    at_the_floor = run_cost(recipe, _floor_offer(recipe), done, shape)
     return max(fast, key=lambda cost: cost.hours, default=at_the_floor)
 
 

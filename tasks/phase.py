@@ -31,7 +31,7 @@ from training.contract.recipe import Budget
 
 log = logging.getLogger(__name__)
 RUNNER = "runner"
-PHASES_CAPTION = "Loss first and last, reward (mean ± deviation), and of each LoRA group its norm at the end of the phase (and the norm of its change in it)"
+PHASES_CAPTION = "Loss first and last, reward (mean ± deviation), of each LoRA group its norm at the end of the phase (and the norm of its change in it), and the mean pace of the steps on this box"
 # What a passed liveness check measured, by its stage.
 _STAGES = {
     "attach": "lora_B tensors of each group",
@@ -47,6 +47,40 @@ _RETURNED = {"exited", "offline", "stopped", "unknown", "frozen"}
 
 
 @dataclass
+class Pace:
+    """Sums over the steps that were seen on this box: what a step took, made and cost on average."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    tokens: int = 0
+    usd: float = 0.0
+    busy_s: float = 0.0
+    """Seconds that would have done at the card's peak, over the steps whose MFU is known."""
+    known_s: float = 0.0
+
+    def add(self, step: Step) -> None:
+        self.steps += 1
+        self.seconds += step.seconds
+        self.tokens += step.tokens or 0
+        self.usd += step.usd or 0.0
+        if step.mfu is not None:
+            self.busy_s += step.mfu * step.seconds
+            self.known_s += step.seconds
+
+    @property
+    def step_s(self) -> float | None:
+        return self.seconds / self.steps if self.steps else None
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        return self.tokens / self.seconds if self.tokens and self.seconds else None
+
+    @property
+    def mfu(self) -> float | None:
+        return self.busy_s / self.known_s if self.known_s else None
+
+
+@dataclass
 class PhaseView:
     """One phase as its events tell it."""
 
@@ -56,7 +90,8 @@ class PhaseView:
     resumed_at: int = 0
     loss_first: float | None = None
     loss_last: float | None = None
-    seconds_a_step: float | None = None
+    newest: Step | None = None
+    pace: Pace = field(default_factory=lambda: Pace())
     metrics: dict[str, float] = field(default_factory=dict)
     end: PhaseEnd | None = None
     durable: CheckpointDurable | None = None
@@ -77,9 +112,31 @@ class PhaseView:
     def sentence(self) -> str:
         if not self.max_steps:
             return f"{self.kind} is being prepared"
-        loss = f", loss {self.loss_last:.4f}" if self.loss_last is not None else ""
-        pace = f", {self.seconds_a_step:.2f} s a step" if self.seconds_a_step else ""
-        return f"{self.kind} step {self.step}/{self.max_steps}{loss}{pace}"
+        said = [f"{self.kind} step {self.step}/{self.max_steps}"]
+        if self.loss_last is not None:
+            said.append(f"loss {self.loss_last:.4f}")
+        return ", ".join(said + (step_facts(self.newest) if self.newest else []))
+
+
+def step_facts(step: Step) -> list[str]:
+    """How fast, how dear and how far a step was, as far as it is known."""
+    facts = [f"{step.seconds:.2f} s a step"] if step.seconds else []
+    if step.tokens_per_s is not None:
+        facts.append(f"{step.tokens_per_s:,.0f} tok/s")
+    if step.mfu is not None:
+        facts.append(f"MFU {100 * step.mfu:.1f} % of the {step.mfu_peak} peak")
+    if step.usd_total is not None:
+        facts.append(f"${step.usd_total:.2f} on this box so far")
+    if step.eta_s:
+        facts.append(f"{duration(step.eta_s)} left in this phase")
+    return facts
+
+
+def duration(seconds: float) -> str:
+    """`45 s`, `12 min`, `3.4 h`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 @dataclass
@@ -94,6 +151,8 @@ class RunView:
     done_before: tuple[str, ...] = ()
     in_step_s: float = 0.0
     """How long the present step has gone on, by the runner's last heartbeat."""
+    gpu_util_percent: float | None = None
+    gpu_power_w: float | None = None
 
     def absorb(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -110,6 +169,7 @@ class RunView:
         match event:
             case Heartbeat():
                 self.in_step_s = event.in_step_s or 0.0
+                self.gpu_util_percent, self.gpu_power_w = event.gpu_util_percent, event.gpu_power_w
             case RunnerStart():
                 self.done_before = event.done
             case PhaseStart():
@@ -174,7 +234,8 @@ class RunView:
 
     def _step(self, event: Step) -> None:
         view = self.phase(event.phase)
-        view.step, view.max_steps, view.seconds_a_step = event.step, event.max_steps, event.seconds
+        view.step, view.max_steps, view.newest = event.step, event.max_steps, event
+        view.pace.add(event)
         view.loss_first = event.loss if view.loss_first is None else view.loss_first
         view.loss_last = event.loss if event.loss is not None else view.loss_last
         view.metrics.update(event.metrics)

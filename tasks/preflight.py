@@ -54,7 +54,8 @@ def check_box(remote: Remote, recipe: Recipe, offer: Offer | None = None) -> Che
 def check_links(remote: Remote, recipe: Recipe) -> CheckReport:
     """Uplink, downlink and clock against the recipe's own bucket, with the code that will move the checkpoints."""
     python = f"~/{layout.BOX_TRANSFER_VENV}/bin/python"
-    reports, last = _probe(remote, "links", [python, "-m", "training.box.transfer", "links"], _LINKS_S)
+    argv = [python, "-m", "training.box.transfer", "links", "--bytes", str(probe_bytes(recipe.box))]
+    reports, last = _probe(remote, "links", argv, _LINKS_S)
     if not reports:
         raise PreflightFailed(f"the links probe printed no report with our nonce; its last line: {last}")
     return _judged(reports[0], PreflightFailed)
@@ -92,6 +93,12 @@ def wanted_of(box: Box, offer: Offer | None, *, now: float, round_trip_s: float)
         "now": now,
         "round_trip_s": round_trip_s,
     }
+
+
+def probe_bytes(box: Box) -> int:
+    """What the links are measured with: a second or so at the floors, so that a low one is told by little, 8 to 32 MiB."""
+    floor_mbps = max(box.min_inet_up_mbps, box.min_inet_down_mbps)
+    return min(32 << 20, max(8 << 20, int(1.3 * floor_mbps * 1e6 / 8)))
 
 
 def find_reports(text: str, nonce: str) -> list[CheckReport]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tasks.errors import UserError
 from training.box.store import Store
-from training.contract import layout
+from training.contract.claims import ClaimError, newest_manifest
 from training.contract.manifest import Manifest, ManifestError, parse_manifest
 from training.contract.recipe import Recipe
 
@@ -16,17 +16,17 @@ def newest_manifests(recipe: Recipe, store: Store, digests: dict[str, str]) -> d
     """
     found: dict[str, Manifest] = {}
     for phase in recipe.phases:
-        keys = sorted(info.key for info in store.list(layout.phase_manifests(recipe.name, phase.name)))
-        if not keys:
+        try:
+            newest = newest_manifest(store, recipe.name, phase.name)
+        except ClaimError as error:
+            raise UserError(str(error)) from None
+        if newest is None:
             break
-        found[phase.name] = _read(recipe, store, keys[-1], digests)
+        found[phase.name] = _read(recipe, *newest, digests)
     return found
 
 
-def _read(recipe: Recipe, store: Store, key: str, digests: dict[str, str]) -> Manifest:
-    data = store.get_bytes(key)
-    if data is None:
-        raise UserError(f"{key}: was listed and is gone; is another process deleting in runs/{recipe.name}/?")
+def _read(recipe: Recipe, key: str, data: bytes, digests: dict[str, str]) -> Manifest:
     try:
         manifest = parse_manifest(data, key)
     except ManifestError as error:

@@ -149,7 +149,12 @@ class _Renting:
     def _clear_leftovers(self) -> None:
         """A retried task or an earlier attempt may have left a box under this flow run's name."""
         left = destroy_run(
-            self.market, self.request.flow_run_id, deadline_s=self.destroy_s, sleep=self.sleep, clock=self.clock
+            self.market,
+            self.request.flow_run_id,
+            deadline_s=self.destroy_s,
+            sleep=self.sleep,
+            clock=self.clock,
+            poll_s=self.settings.poll_s,
         )
         if not left.clean:
             raise DestroyUnverified(
@@ -318,6 +323,7 @@ class _Renting:
             deadline_s=self.destroy_s,
             clock=self.clock,
             sleep=self.sleep,
+            poll_s=self.settings.poll_s,
             also=self.made,
         )
         self._note_boxes({*self.made, *left.gone, *left.unverified})

@@ -37,6 +37,7 @@ class Settings(BaseSettings):
     box_s3_access_key_id: str
     box_s3_secret_access_key: SecretStr
     hf_token: SecretStr | None = None
+    wandb_api_key: SecretStr | None = None
 
     ssh_user: str = "root"
     state_dir: Path = Path(".livery/state")

@@ -229,7 +229,7 @@ def export(run: Run, box: Box) -> None:
 def destroy(run: Run) -> Destruction:
     """Destroy every box of this flow run and prove it by complete listings."""
     run.close()
-    return destroy_run(run.market, run.flow_run_id, store=run.store)
+    return destroy_run(run.market, run.flow_run_id, store=run.store, poll_s=run.settings.poll_s)
 
 
 @task(name="give back", task_run_name="give back", tags=["teardown"], timeout_seconds=20 * _MINUTE, **_PLAIN)

@@ -40,4 +40,6 @@ def private_env(settings: Settings) -> dict[str, str]:
         values["AWS_ENDPOINT_URL_S3"] = endpoint
     if settings.hf_token:
         values["HF_TOKEN"] = settings.hf_token.get_secret_value()
+    if settings.wandb_api_key:
+        values["WANDB_API_KEY"] = settings.wandb_api_key.get_secret_value()
     return values

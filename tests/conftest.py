@@ -1,20 +1,52 @@
-"""Which files begin first: the workers take whole files in this order, so that the long ones are not the tail."""
+"""How the files are dealt out to the workers, and the one Prefect server of the tests that need one."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 
-FIRST = (
-    "tests/journeys/test_faults.py",
-    "tests/training/test_cascade.py",
-    "tests/journeys/test_served.py",
-    "tests/training/test_runner.py",
-)
+# Whole flows: one worker takes them all, since a Prefect server needs as long to start as a flow to fly.
+WITH_SERVER = ("tests/journeys/", "tests/flows/")
+# One worker for both, since they look at the same minute of training.
+SHARED = {"tests/training/test_resume.py": "tests/training/test_cascade.py"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: FIRST.index(_file(item)) if _file(item) in FIRST else len(FIRST))
+    """The long files begin first, so that they are not the tail."""
+    long = {_file(item.nodeid) for item in items if item.get_closest_marker("train")}
+    items.sort(key=lambda item: (_group(item.nodeid) != "prefect", _file(item.nodeid) not in long))
 
 
-def _file(item: pytest.Item) -> str:
-    return item.nodeid.split("::")[0]
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Whole files to a worker, so that a module's fixtures are made once; some files go together."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Grouped(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return _group(nodeid)
+
+    return Grouped(config, log)
+
+
+def _group(nodeid: str) -> str:
+    file = _file(nodeid)
+    return "prefect" if file.startswith(WITH_SERVER) else SHARED.get(file, file)
+
+
+def _file(nodeid: str) -> str:
+    return nodeid.split("::")[0]
+
+
+@pytest.fixture(scope="session")
+def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a Prefect server of this session, with a home of its own, started as the product starts it."""
+    from deployments.up import running
+
+    with contextlib.ExitStack() as stack:
+        with contextlib.chdir(tmp_path_factory.mktemp("prefect")):
+            up = stack.enter_context(running(private_server=True, serve=False, with_market=False))
+        yield up.api_url

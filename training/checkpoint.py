@@ -3,6 +3,8 @@
 A checkpoint exists only when its manifest does. On the way up: hard links into a staging directory (so that the trainer's own rotation
 cannot delete a file under the uploader), sha256 of each file, the manifest, the upload by a child process. On the way down: the newest
 manifest that fits this run and whose every file arrives and hashes; otherwise the next older one, with a notice.
+
+A run may be claimed by one runner at a time (training.contract.claims): what a superseded one wrote after the claim does not count.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import secrets
 import shutil
 import subprocess
 import sys
@@ -19,13 +22,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from training.box.store import Store, StoreDenied, StoreError, StoreUnreachable
+from training.box.folder import FolderStore
+from training.box.store import Store, StoreConflict, StoreDenied, StoreError, StoreUnreachable
+from training.box.transfer import FENCED, OK, USER, Fenced, Refused, require_unclaimed, store_checkpoint
 from training.contract import layout
-from training.contract.manifest import FileEntry, Manifest, ManifestError, check_fits, parse_manifest
+from training.contract.claims import Claim, counts, newest_claim
+from training.contract.events import EventLog
+from training.contract.manifest import FileEntry, Manifest, ManifestError, Parent, check_fits, parse_manifest
 
 KEEP_UNFINISHED = 2
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-_USER_FAULT = 2  # exit code of training.box.transfer: denied or missing, the same on any box
+_CLAIM_TRIES = 10
 _PAUSES_S = (2.0, 5.0, 15.0, 30.0, 60.0)
 
 Notice = Callable[[str, str], None]
@@ -45,7 +52,13 @@ class Found:
 
     key: str
     manifest: Manifest
+    sha256: str
+    """Of the manifest's bytes."""
     directory: Path | None = None
+
+    @property
+    def as_parent(self) -> Parent:
+        return Parent(key=self.key, sha256=self.sha256)
 
 
 @dataclass(frozen=True)
@@ -55,8 +68,8 @@ class Identity:
     phase_digest: str
     data_sha256: str
     versions: dict[str, str]
-    parent: str | None
-    """Key of the manifest that the phase begins from."""
+    parent: Parent | None
+    """The manifest that the phase begins from."""
     required: tuple[str, ...]
     """Files without which a trainer resumes silently wrong."""
 
@@ -65,14 +78,43 @@ class Checkpoints:
     """The checkpoints of one run."""
 
     def __init__(self, store: Store, run: str, staging: Path, notice: Notice) -> None:
-        self._store, self._run, self._staging, self._notice = store, run, staging, notice
+        self.store, self.run = store, run
+        self._staging, self._notice = staging, notice
+        self._claim: Claim | None = None
+
+    @property
+    def claim(self) -> int:
+        """Number of the claim taken; 0 before."""
+        return self._claim.number if self._claim else 0
+
+    def take_claim(self, flow_run_id: str, attempt: int) -> Claim:
+        """Make this the one runner that may write the run's manifests; every older one stops at its next checkpoint."""
+        for _ in range(_CLAIM_TRIES):
+            last = newest_claim(self.store, self.run)
+            known = [*self._in_bucket("", last), *self._staged("", last)]
+            claim = Claim(
+                number=last.number + 1 if last else 1,
+                runner=secrets.token_hex(8),
+                flow_run_id=flow_run_id,
+                attempt=attempt,
+                at=round(time.time(), 3),
+                found={each.key: each.sha256 for each in known},
+            )
+            key = layout.claim(self.run, claim.number)
+            try:
+                self.store.put_bytes(key, claim.model_dump_json().encode(), create_only=True)
+            except StoreConflict:
+                continue  # another runner was faster; the claim after its own is the newest
+            self._claim = claim
+            return claim
+        raise Fenced(f"run {self.run}: {_CLAIM_TRIES} other runners claimed it in a row; stop all but one")
 
     def newest_first(self, phase: str, identity: Identity) -> list[Found]:
         """Every checkpoint of the phase that may be gone on from. ManifestError if one is of another recipe, other data or versions: that is
-        the user's to decide. One that is damaged, incomplete or begun from elsewhere is left out with a notice."""
-        found = [*self._staged(phase), *self._in_bucket(phase)]
+        the user's to decide. One that is damaged, incomplete, begun from elsewhere or written by a superseded runner is left out with a
+        notice."""
         fitting = []
-        for each in found:
+        for each in [*self._staged(phase, self._claim), *self._in_bucket(phase, self._claim)]:
             problem = self._defect(each, identity)
             if problem:
                 self._notice(f"checkpoint {each.key} left out", problem)
@@ -105,58 +147,73 @@ class Checkpoints:
     def retain(self, phase: str) -> None:
         """Keep the last checkpoint of a finished phase, the last two of an unfinished one. Manifests go first: a manifest without its
         files would be a lie, files without a manifest are only rubbish."""
-        found = sorted(self._in_bucket(phase), key=lambda each: each.manifest.step)
+        require_unclaimed(self.store, self.run, self.claim)
+        found = sorted(self._in_bucket(phase, self._claim), key=lambda each: each.manifest.step)
         keep = 1 if found and found[-1].manifest.complete else KEEP_UNFINISHED
         dropped = found[:-keep]
         if not dropped:
             return
         for each in dropped:
-            self._store.delete(each.key)
-        for digest in _digests(dropped) - self._digests_in_use():
-            self._store.delete(layout.blob(self._run, digest))
+            self.store.delete(each.key)
+        unused = {entry.sha256 for each in dropped for entry in each.manifest.files.values()} - self._digests_in_use()
+        for digest in unused:
+            self.store.delete(layout.blob(self.run, digest))
 
     def _digests_in_use(self) -> set[str]:
         """Of all phases, since they share blobs. ManifestError if one cannot be read: then nothing may be deleted."""
         used: set[str] = set()
-        for info in self._store.list(f"{layout.run(self._run)}/manifests/"):
-            text = self._store.get_bytes(info.key)
+        for info in self.store.list(f"{layout.run(self.run)}/manifests/"):
+            text = self.store.get_bytes(info.key)
             if text is not None:
-                used |= _digests([Found(info.key, parse_manifest(text, info.key))])
+                used |= {entry.sha256 for entry in parse_manifest(text, info.key).files.values()}
         return used
 
-    def _in_bucket(self, phase: str) -> list[Found]:
+    def _in_bucket(self, phase: str, claim: Claim | None) -> list[Found]:
+        """Manifests of the phase (of all phases for "") that count by that claim."""
         found: list[Found] = []
-        for info in self._store.list(layout.phase_manifests(self._run, phase)):
-            text = self._store.get_bytes(info.key)
+        prefix = layout.phase_manifests(self.run, phase) if phase else f"{layout.run(self.run)}/manifests/"
+        for info in self.store.list(prefix):
+            text = self.store.get_bytes(info.key)
             if text is not None:
-                self._parse(text, info.key, None, found)
+                self._parse(text, info.key, None, claim, found)
         return found
 
-    def _staged(self, phase: str) -> list[Found]:
+    def _staged(self, phase: str, claim: Claim | None) -> list[Found]:
         """Finished by an earlier runner on this box and perhaps not uploaded."""
         found: list[Found] = []
-        for directory in sorted(self._staging.glob(f"{phase}_[0-9]*")):
+        for directory in sorted(self._staging.glob(f"{phase or '*'}_[0-9]*")):
             path = directory / "manifest.json"
             if path.exists() and directory.suffix != ".partial":
-                step = int(directory.name.rpartition("_")[2])
-                self._parse(path.read_bytes(), layout.manifest(self._run, phase, step), directory, found)
+                name, _, step = directory.name.rpartition("_")
+                self._parse(path.read_bytes(), layout.manifest(self.run, name, int(step)), directory, claim, found)
         return found
 
-    def _parse(self, text: bytes, key: str, directory: Path | None, into: list[Found]) -> None:
+    def _parse(self, text: bytes, key: str, directory: Path | None, claim: Claim | None, into: list[Found]) -> None:
+        sha256 = hashlib.sha256(text).hexdigest()
         try:
-            into.append(Found(key, parse_manifest(text, key), directory))
+            manifest = parse_manifest(text, key)
         except ManifestError as error:
             self._notice(f"checkpoint {key} left out", str(error))
+            return
+        if counts(key, sha256, manifest.claim, claim):
+            into.append(Found(key, manifest, sha256, directory))
+        elif claim is not None:
+            self._notice(
+                f"checkpoint {key} left out",
+                f"was written under claim {manifest.claim} after claim {claim.number} had been made: by a superseded box",
+            )
 
     def _defect(self, found: Found, identity: Identity) -> str:
         manifest = found.manifest
         missing = [name for name in identity.required if name not in manifest.files]
         if missing:
             return f"lacks {', '.join(missing)}; all of {', '.join(identity.required)} are needed"
-        if manifest.run != self._run:
-            return f"belongs to run {manifest.run}, this is {self._run}"
+        if manifest.run != self.run:
+            return f"belongs to run {manifest.run}, this is {self.run}"
         if manifest.parent != identity.parent:
-            return f"was begun from {manifest.parent}, the phase now begins from {identity.parent}"
+            changed = manifest.parent and identity.parent and manifest.parent.key == identity.parent.key
+            why = "; that manifest was overwritten" if changed else ""
+            return f"was begun from {manifest.parent}, the phase now begins from {identity.parent}{why}"
         return ""
 
     def _fetch_one(self, found: Found, name: str, path: Path) -> str:
@@ -168,14 +225,21 @@ class Checkpoints:
             path.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, path)
             return ""
-        key = layout.blob(self._run, entry.sha256)
+        key = layout.blob(self.run, entry.sha256)
         try:
-            self._store.download_file(key, path, expect_bytes=entry.bytes, expect_sha256=entry.sha256)
+            self.store.download_file(key, path, expect_bytes=entry.bytes, expect_sha256=entry.sha256)
         except (StoreUnreachable, StoreDenied):
             raise
         except StoreError as error:
             return str(error)
         return ""
+
+
+@dataclass(frozen=True)
+class Staged:
+    bytes: int
+    sealed: Parent | None
+    """The manifest that the next phase's checkpoints name, if this was the phase's last checkpoint."""
 
 
 @dataclass
@@ -199,6 +263,8 @@ class Uploader:
     staging: Path
     checkpoints: Checkpoints
     notice: Notice
+    events: EventLog | None = None
+    """Where an upload in this process reports; by default the file beside the assignment."""
     python: str = field(default_factory=lambda: os.environ.get("LIVERY_TRANSFER_PYTHON") or sys.executable)
     attempts: int = 6
     pauses_s: Sequence[float] = _PAUSES_S
@@ -209,31 +275,39 @@ class Uploader:
         self._changed = threading.Condition()
         self._closing = False
         self._busy = False
-        self._failed: UploadFailed | None = None
+        self._failed: UploadFailed | Fenced | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._thread = threading.Thread(target=self._work, name="uploader", daemon=True)
         self._thread.start()
 
-    def stage(self, source: Path, names: Sequence[str], manifest: Manifest) -> int:
-        """Link the checkpoint's files out of the trainer's reach and queue them; returns their bytes. Hashing happens in the background."""
+    def stage(self, source: Path, names: Sequence[str], manifest: Manifest) -> Staged:
+        """Link the checkpoint's files out of the trainer's reach and queue them. Hashing happens in the background, but for the last
+        checkpoint of a phase: the next phase's manifests hold its digest."""
         partial = self.staging / f"{manifest.phase}_{manifest.step:08d}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         link_files(source, names, partial)
-        self.submit(partial, manifest)
-        return sum((source / name).stat().st_size for name in names)
+        size = sum((source / name).stat().st_size for name in names)
+        job = _Job(partial, manifest, manifest.complete)
+        sealed = self._seal(job) if job.final else None
+        self._queue(job)
+        return Staged(size, sealed)
 
     def submit(self, directory: Path, manifest: Manifest) -> None:
-        job = _Job(directory, manifest, manifest.complete)
+        """Queue what an earlier runner on this box staged."""
+        self._queue(_Job(directory, manifest, manifest.complete))
+
+    def _queue(self, job: _Job) -> None:
         with self._changed:
-            for old in [each for each in self._jobs if each.manifest.phase == manifest.phase and not each.final]:
-                if job.final or old.manifest.step < manifest.step:
+            for old in [each for each in self._jobs if each.manifest.phase == job.manifest.phase and not each.final]:
+                if job.final or old.manifest.step < job.manifest.step:
                     self._jobs.remove(old)
                     shutil.rmtree(old.directory, ignore_errors=True)
             self._jobs.append(job)
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether everything queued is durable, after at most `timeout_s`. UploadFailed if the last checkpoint of a phase was given up."""
+        """Whether everything queued is durable, after at most `timeout_s`. UploadFailed if the last checkpoint of a phase was given up, Fenced
+        if another runner has claimed the run."""
         with self._changed:
             self._changed.wait_for(lambda: self._failed or not (self._jobs or self._busy), timeout_s)
             self.raise_if_failed()
@@ -255,9 +329,12 @@ class Uploader:
     def _work(self) -> None:
         while job := self._next():
             try:
-                self._finish_manifest(job)
+                self._seal(job)
                 if not self._closing:
                     self._upload(job)
+            except Fenced as fenced:
+                with self._changed:
+                    self._failed, self._closing = fenced, True
             except Exception as error:  # noqa: BLE001  protects the run, which would take a dead thread's empty queue for durable checkpoints
                 self._give_up_or_retry(
                     job, f"{type(error).__name__}: {error}", user_fault=isinstance(error, StoreDenied)
@@ -283,34 +360,54 @@ class Uploader:
             self._busy = True
             return self._jobs.pop(0)
 
-    def _finish_manifest(self, job: _Job) -> None:
+    def _seal(self, job: _Job) -> Parent:
         """Hash the files, write the manifest last, and only then give the directory its name."""
-        if job.directory.suffix != ".partial":
-            return
-        files = {
-            str(path.relative_to(job.directory)): FileEntry(sha256=sha256_of(path), bytes=path.stat().st_size)
-            for path in sorted(job.directory.rglob("*"))
-            if path.is_file() and path.name != "manifest.json"
-        }
-        job.manifest = job.manifest.model_copy(update={"files": files})
-        (job.directory / "manifest.json").write_text(job.manifest.model_dump_json(), encoding="utf-8")
-        final_name = job.directory.with_suffix("")
-        shutil.rmtree(final_name, ignore_errors=True)
-        job.directory = job.directory.rename(final_name)
+        path = job.directory / "manifest.json"
+        if job.directory.suffix == ".partial":
+            files = {
+                str(file.relative_to(job.directory)): FileEntry(sha256=sha256_of(file), bytes=file.stat().st_size)
+                for file in sorted(job.directory.rglob("*"))
+                if file.is_file() and file != path
+            }
+            job.manifest = job.manifest.model_copy(update={"files": files})
+            path.write_text(job.manifest.model_dump_json(), encoding="utf-8")
+            final_name = job.directory.with_suffix("")
+            shutil.rmtree(final_name, ignore_errors=True)
+            job.directory = job.directory.rename(final_name)
+        key = layout.manifest(self.checkpoints.run, job.manifest.phase, job.manifest.step)
+        return Parent(key=key, sha256=sha256_of(job.directory / "manifest.json"))
 
     def _upload(self, job: _Job) -> None:
-        command = [self.python, "-m", "training.box.transfer", "upload"]
-        command += ["--assignment", str(self.assignment_path), "--directory", str(job.directory)]
-        with self._changed:
-            if self._closing:
-                return
-            self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
-        code = self._child.wait()
-        if code == 0:
+        store = self.checkpoints.store
+        code = self._store_here(job, store) if isinstance(store, FolderStore) else self._send(job)
+        if code == OK:
             shutil.rmtree(job.directory, ignore_errors=True)
             self.checkpoints.retain(job.manifest.phase)
+        elif code == FENCED:
+            require_unclaimed(store, self.checkpoints.run, self.checkpoints.claim)
+            raise Fenced(f"run {self.checkpoints.run}: another runner has claimed it")
         elif not self._closing:
-            self._give_up_or_retry(job, f"the transfer ended with code {code}", user_fault=code == _USER_FAULT)
+            self._give_up_or_retry(job, f"the transfer ended with code {code}", user_fault=code == USER)
+
+    def _store_here(self, job: _Job, store: FolderStore) -> int:
+        events = self.events or EventLog(self.assignment_path.parent / "events.jsonl")
+        claim = self.checkpoints.claim or job.manifest.claim
+        try:
+            store_checkpoint(store, self.checkpoints.run, job.directory, claim, events)
+        except Refused as error:
+            self._tell(f"upload of {job.manifest.phase}/{job.manifest.step}", str(error))
+            return USER
+        return OK
+
+    def _send(self, job: _Job) -> int:
+        command = [self.python, "-m", "training.box.transfer", "upload"]
+        command += ["--assignment", str(self.assignment_path), "--directory", str(job.directory)]
+        command += ["--claim", str(self.checkpoints.claim)] if self.checkpoints.claim else []
+        with self._changed:
+            if self._closing:
+                return -1
+            self._child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        return self._child.wait()
 
     def _give_up_or_retry(self, job: _Job, reason: str, *, user_fault: bool) -> None:
         what = f"upload of {job.manifest.phase}/{job.manifest.step}"
@@ -350,7 +447,3 @@ def link_files(source: Path, names: Sequence[str], into: Path) -> Path:
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digests(found: Sequence[Found]) -> set[str]:
-    return {entry.sha256 for each in found for entry in each.manifest.files.values()}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from training import packing, toolcalls
+from training import liveness, packing, toolcalls
 from training.contract.recipe import Recipe
 from training.contract.rows import Row, read_rows
 from training.data import render_prompt
@@ -41,7 +41,19 @@ def _answers(model_dir: Path, rows: Sequence[Row], recipe: Recipe, adapter: Path
     model = load_base(model_dir, recipe)
     if adapter is not None:
         model = attach(model, recipe, adapter)
+        _require_adapter(model, tokenizer, rows[0], adapter)
     return generate(model.eval(), tokenizer, rows, recipe.evaluation.max_new_tokens)
+
+
+def _require_adapter(model: Any, tokenizer: Any, row: Row, adapter: Path) -> None:
+    """A freshly loaded base with the stored adapter answers as the model did when training ended. Without its probe (a run that went on elsewhere),
+    it must at least answer otherwise than the base."""
+    liveness.require_static(model, "serve")
+    probe = liveness.read_probe(adapter)
+    if probe is None:
+        ids = tokenizer(render_prompt(tokenizer, row), return_tensors="pt")["input_ids"].to(model.device)
+        probe = liveness.probe_of(model, ids)
+    liveness.require_served(probe, liveness.log_probabilities(model, torch.tensor([probe.ids], device=model.device)))
 
 
 @torch.no_grad()

@@ -5,35 +5,76 @@ thin factors instead. Saving, loading, `disable_adapter`, a second adapter and m
 outermost wrapper *instance*, so that a library which later replaces a class or a registry entry does not touch it; one that replaces
 the instance's forward is named by `replaced`.
 
+Nothing here makes a GPU wait for the host: `forward_syncs` shows it on the card at hand.
+
 Shape letters: T tokens, S = T·k rows sorted by expert, k experts a token, E experts, H hidden, I intermediate, R rank, O out, X in.
 """
 
 from __future__ import annotations
 
+import sys
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
+from training.errors import LivenessError
+
+ADAPTER = "default"  # TRL looks for this name
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
 _PARAMETERS = ("gate_up_proj", "down_proj")
 _RANK_MULTIPLE = 8  # grouped_mm wants strides of whole 16 bytes: 8 numbers of bfloat16
 
 
-class ExpertsError(RuntimeError):
-    """The routed experts of this model are not of the form that our computation is written for."""
+@dataclass(frozen=True)
+class Lora:
+    """One adapter of one expert parameter, as PEFT stores it: two flat matrices, float32 while training.
+
+    In `A` the expert is the slowest index of a row, in `B` the *fastest* of a column; reading B the other way round keeps every shape and
+    trains nonsense.
+    """
+
+    A: Tensor
+    """[E·R, X]"""
+    B: Tensor
+    """[O, R·E]"""
+    num_experts: int
+    scaling: float
+
+    def a_ERX(self) -> Tensor:
+        return self.A.reshape(self.num_experts, -1, self.A.shape[-1])
+
+    def b_EOR(self) -> Tensor:
+        return self.B.reshape(self.B.shape[0], -1, self.num_experts).permute(2, 0, 1)
 
 
-def install(model: nn.Module, grouped_mm: GroupedMatmul | None = None) -> int:
-    """Give every outermost wrapper of a layer's experts our forward; returns how many. ExpertsError on an unknown layout."""
+Active = Mapping[str, Sequence[Lora]]
+"""Per parameter name (`gate_up_proj`, `down_proj`) the adapters that are switched on; empty where none is."""
+
+
+class Layer(Protocol):
+    """A whole routed computation: hidden_TH, ids [T, k], weights [T, k] -> [T, H] in hidden's dtype, with gradients for hidden, weights and every
+    A and B of `active`. `experts` holds the frozen `gate_up_proj` [E, 2I, H], `down_proj` [E, H, I], `_apply_gate` and `num_experts`."""
+
+    def __call__(
+        self, experts: Any, hidden_TH: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, active: Active
+    ) -> Tensor: ...
+
+
+def install(model: nn.Module, layer: Layer | None = None, grouped_mm: GroupedMatmul | None = None) -> int:
+    """Give every outermost wrapper of a layer's experts our forward; returns how many. LivenessError on an unknown layout.
+
+    `layer` replaces the whole routed computation, `grouped_mm` only the product of sorted rows with their experts' matrices.
+    """
     wrappers = dict(outer_wrappers(model))
     for name, wrapper in wrappers.items():
         _require_known_layout(name, wrapper)
-        wrapper.livery_calls = 0
-        wrapper.livery_grouped_mm = grouped_mm or torch_grouped_mm
+        wrapper.livery_calls = wrapper.livery_adapted = wrapper.livery_trained = 0
+        wrapper.livery_layer = layer or _GroupedLayer(grouped_mm or torch_grouped_mm)
         wrapper.forward = types.MethodType(_forward, wrapper)
     return len(wrappers)
 
@@ -50,18 +91,37 @@ def outer_wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
+def chain(wrapper: Any) -> Iterator[Any]:
+    """A layer's wrappers from the outermost inwards."""
+    while isinstance(wrapper, ParamWrapper):
+        yield wrapper
+        wrapper = wrapper.base_layer
+
+
 def replaced(model: nn.Module) -> dict[str, str]:
     """Wrappers whose forward is no longer ours, with who it is instead."""
     return {
-        name: _who(wrapper.forward)
+        name: who(wrapper.forward)
         for name, wrapper in outer_wrappers(model)
         if getattr(wrapper.__dict__.get("forward"), "__func__", None) is not _forward
     }
 
 
-def calls(model: nn.Module) -> dict[str, int]:
-    """How often each layer's experts ran through our forward since they were installed."""
-    return {name: getattr(wrapper, "livery_calls", 0) for name, wrapper in outer_wrappers(model)}
+def calls(model: nn.Module, which: Literal["calls", "adapted", "trained"] = "calls") -> dict[str, int]:
+    """How often each layer's experts ran through our forward since they were installed: at all, with the adapter in it, or with the adapter
+    in it and a gradient to come."""
+    return {name: getattr(wrapper, f"livery_{which}", 0) for name, wrapper in outer_wrappers(model)}
+
+
+def who(function: Any) -> str:
+    """Module and name of a function, and its file where the module's name lies about it (functools.wraps copies names)."""
+    target = getattr(function, "__func__", function)
+    code = getattr(target, "__code__", None)
+    name = f"{getattr(target, '__module__', '?')}.{getattr(target, '__qualname__', repr(target))}"
+    home = getattr(sys.modules.get(getattr(target, "__module__", None) or ""), "__file__", None)
+    if code is None or home in (None, code.co_filename):
+        return name
+    return f"{name} (really {code.co_qualname} in {code.co_filename})"
 
 
 def torch_grouped_mm(x_SX: Tensor, w_EXO: Tensor, ends_E: Tensor) -> Tensor:
@@ -78,75 +138,105 @@ def reference_grouped_mm(x_SX: Tensor, w_EXO: Tensor, ends_E: Tensor) -> Tensor:
     return torch.cat(parts)
 
 
-def host_sync(device: torch.device) -> bool:
-    """True if grouped_mm makes the GPU wait for the host on this card: torch's fallback copies the offsets to the CPU and loops."""
-    x = torch.zeros(16, 16, device=device, dtype=torch.bfloat16)
-    w = torch.zeros(2, 16, 16, device=device, dtype=torch.bfloat16)
-    ends = torch.tensor([8, 16], device=device, dtype=torch.int32)
+def forward_syncs(model: nn.Module, tokens: int = 64) -> bool:
+    """True if a forward and backward of one whole layer of routed experts makes the GPU wait for the host on this card. Gradients already
+    there are left alone. ValueError if the model has no routed experts with LoRA, or is not on a GPU."""
+    wrapper = next((each for _, each in outer_wrappers(model)), None)
+    if wrapper is None or not wrapper.get_param().is_cuda:
+        raise ValueError("forward_syncs: want a model on a GPU whose routed experts carry LoRA")
+    _forward_and_backward(wrapper, tokens)  # the first run of a kernel may load it, which waits once
+    torch.cuda.synchronize()
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        torch_grouped_mm(x, w, ends)
-    except RuntimeError:
+        _forward_and_backward(wrapper, tokens)
+    except RuntimeError as error:
+        if "synchroniz" not in str(error).lower():
+            raise
         return True
     finally:
         torch.cuda.set_sync_debug_mode(before)
     return False
 
 
+def _forward_and_backward(wrapper: Any, tokens: int) -> None:
+    experts, active = _active_factors(wrapper)
+    weight = experts.gate_up_proj
+    top_k = min(experts.num_experts, 8)
+    with torch.enable_grad():
+        hidden = torch.randn(tokens, weight.shape[-1], device=weight.device, dtype=weight.dtype, requires_grad=True)
+        scores = torch.randn(tokens, experts.num_experts, device=weight.device).softmax(-1)
+        best, ids = scores.topk(top_k, dim=-1)
+        out = wrapper.livery_layer(experts, hidden, ids, best.to(weight.dtype), active)
+        factors = [factor for loras in active.values() for lora in loras for factor in (lora.A, lora.B)]
+        torch.autograd.grad(out.float().square().sum(), [hidden, *(each for each in factors if each.requires_grad)])
+
+
 def _forward(self: Any, hidden_TH: Tensor, expert_Tk: Tensor, weight_Tk: Tensor) -> Tensor:
+    experts, active = _active_factors(self)
+    adapted = all(
+        ADAPTER in link.lora_A and ADAPTER in link.active_adapters and not link.disable_adapters and not link.merged
+        for link in chain(self)
+    )
     self.livery_calls += 1
-    experts, factors = _active_factors(self)
-    return _grouped_experts(experts, hidden_TH, expert_Tk, weight_Tk, factors, self.livery_grouped_mm)
+    self.livery_adapted += adapted
+    self.livery_trained += adapted and torch.is_grad_enabled()
+    return self.livery_layer(experts, hidden_TH, expert_Tk, weight_Tk, active)
 
 
-def _active_factors(wrapper: Any) -> tuple[Any, dict[str, list[tuple[Tensor, Tensor, float]]]]:
+def _active_factors(wrapper: Any) -> tuple[Any, dict[str, list[Lora]]]:
     """The experts module under the wrappers, and per parameter the factors of every adapter that is switched on now."""
-    chain = []
-    while isinstance(wrapper, ParamWrapper):
-        chain.append(wrapper)
-        wrapper = wrapper.base_layer
-    factors: dict[str, list[tuple[Tensor, Tensor, float]]] = {}
-    for link in chain:
+    factors: dict[str, list[Lora]] = {}
+    base = wrapper
+    for link in chain(wrapper):
+        base = link.base_layer
         if link.disable_adapters:
             if link.merged:
                 link.unmerge()
         elif not link.merged:
             active = [name for name in link.active_adapters if name in link.lora_A]
-            factors[link.parameter_name] = [_factors(link, name) for name in active]
-    return wrapper, factors
+            factors[link.parameter_name] = [_lora(link, name) for name in active]
+    return base, factors
 
 
-def _factors(wrapper: Any, adapter: str) -> tuple[Tensor, Tensor, float]:
-    """PEFT's two flat matrices as A [E, R, X] and B [E, O, R]. In B the expert is the *fastest* index of a column, in A the slowest row
-    index; reading B the other way round keeps every shape and trains nonsense."""
-    A, B, E = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight, wrapper.num_experts
-    dtype = wrapper.get_param().dtype
-    a_ERX = A.reshape(E, -1, A.shape[-1]).to(dtype)
-    b_EOR = B.reshape(B.shape[0], -1, E).permute(2, 0, 1).to(dtype).contiguous()
+def _lora(link: Any, adapter: str) -> Lora:
+    return Lora(link.lora_A[adapter].weight, link.lora_B[adapter].weight, link.num_experts, link.scaling[adapter])
+
+
+def _factors(lora: Lora, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
+    """A [E, R, X] and B [E, O, R] in the base's dtype, their rank padded with zeros to what grouped_mm takes."""
+    a_ERX, b_EOR = lora.a_ERX().to(dtype), lora.b_EOR().to(dtype).contiguous()
     missing = -a_ERX.shape[1] % _RANK_MULTIPLE
     if missing:
         a_ERX = nn.functional.pad(a_ERX, (0, 0, 0, missing))
         b_EOR = nn.functional.pad(b_EOR, (0, missing))
-    return a_ERX, b_EOR, wrapper.scaling[adapter]
+    return a_ERX, b_EOR, lora.scaling
+
+
+@dataclass(frozen=True)
+class _GroupedLayer:
+    """The routed computation in grouped products: rows sorted by expert, through both linears and their factors, and back."""
+
+    grouped_mm: GroupedMatmul
+
+    def __call__(self, experts: Any, hidden_TH: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, active: Active) -> Tensor:
+        return _grouped_experts(experts, hidden_TH, expert_Tk, weight_Tk, active, self.grouped_mm)
 
 
 def _grouped_experts(
-    experts: Any,
-    hidden_TH: Tensor,
-    expert_Tk: Tensor,
-    weight_Tk: Tensor,
-    factors: dict[str, list[tuple[Tensor, Tensor, float]]],
-    grouped_mm: GroupedMatmul,
+    experts: Any, hidden_TH: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, active: Active, grouped_mm: GroupedMatmul
 ) -> Tensor:
     T, k = expert_Tk.shape
-    order_S = torch.argsort(expert_Tk.reshape(-1), stable=True)
-    counts_E = torch.bincount(expert_Tk.reshape(-1), minlength=experts.num_experts)
-    ends_E = counts_E.cumsum(0).to(torch.int32)
+    expert_S, order_S = torch.sort(expert_Tk.reshape(-1), stable=True)
+    # bincount would make the GPU wait for the host; the ends of sorted runs need no counting.
+    numbers_E = torch.arange(experts.num_experts, device=expert_S.device)
+    ends_E = torch.searchsorted(expert_S, numbers_E, right=True, out_int32=True)
 
     def linear(x_SX: Tensor, parameter: str) -> Tensor:
-        y_SO = grouped_mm(x_SX, getattr(experts, parameter).transpose(-2, -1), ends_E)
-        for a_ERX, b_EOR, scale in factors.get(parameter, ()):
+        weight = getattr(experts, parameter)
+        y_SO = grouped_mm(x_SX, weight.transpose(-2, -1), ends_E)
+        for lora in active.get(parameter, ()):
+            a_ERX, b_EOR, scale = _factors(lora, weight.dtype)
             r_SR = grouped_mm(x_SX, a_ERX.transpose(-2, -1), ends_E) * scale
             y_SO = y_SO + grouped_mm(r_SR, b_EOR.transpose(-2, -1), ends_E)
         return y_SO
@@ -160,20 +250,19 @@ def _grouped_experts(
 
 
 def _require_known_layout(name: str, wrapper: Any) -> None:
-    link, seen = wrapper, []
-    while isinstance(link, ParamWrapper):
-        seen.append(link.parameter_name)
-        if not link._did_swap_in_out_features:
-            raise ExpertsError(
-                f"{name}: {link.parameter_name} is not stored as [expert, out, in]; want peft >= 0.19.1 and such experts"
-            )
-        link = link.base_layer
-    if set(seen) - set(_PARAMETERS):
-        raise ExpertsError(f"{name}: adapters on {', '.join(seen)}; this computation knows {' and '.join(_PARAMETERS)}")
-    if getattr(link, "has_bias", False) or not hasattr(link, "_apply_gate"):
-        raise ExpertsError(f"{name}: {type(link).__name__} has a bias or no gate; want the fused Qwen form")
-
-
-def _who(function: Any) -> str:
-    target = getattr(function, "__func__", function)
-    return f"{getattr(target, '__module__', '?')}.{getattr(target, '__qualname__', repr(target))}"
+    links = list(chain(wrapper))
+    base = links[-1].base_layer
+    wanted = {"is_transposed": False, "has_bias": False, "is_concatenated": True, "has_gate": True}
+    odd = [f"{flag} is {not value}" for flag, value in wanted.items() if getattr(base, flag, value) is not value]
+    odd += [f"{each} is missing" for each in ("_apply_gate", *_PARAMETERS) if not hasattr(base, each)]
+    odd += [
+        f"{link.parameter_name} is read as [expert, in, out]" for link in links if not link._did_swap_in_out_features
+    ]
+    if odd:
+        raise LivenessError(
+            f"{name}: {type(base).__name__} has another layout: {', '.join(odd)}; want fused gate_up_proj [E, 2I, H] and down_proj [E, H, I],"
+            " not transposed, no bias, and peft >= 0.19.1",
+            stage="attach",
+            group=f"routed_experts.{links[0].parameter_name}",
+            tensor=name,
+        )

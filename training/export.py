@@ -15,6 +15,7 @@ from training.contract.events import Exported
 def export(store: Store, run: str, source: Path, names: Sequence[str], base: str, work: Path) -> Exported:
     """Upload the adapter's files to `layout.adapter(run)`; `base` is written as the model that it belongs to, since the box's own path
     means nothing elsewhere."""
+    names = [*names, *([layout.PROBE] if (source / layout.PROBE).exists() else [])]
     directory = link_files(source, names, work / "export")
     config = directory / "adapter_config.json"
     if config.exists():

@@ -2,42 +2,36 @@
 
 Always the text class, loaded here and handed over: a trainer given a path takes the vision class in float32, whose adapter keys differ,
 and loading one's adapter into the other gives a warning and exactly the base model.
+
+The recipe says what the adapters are; a stored adapter only gives their numbers, and only if it holds exactly these tensors.
 """
 
 from __future__ import annotations
 
 import gc
+import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from packaging.version import Version
+from peft import LoraConfig, get_peft_model
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from training import experts
+from training.contract.families import FAMILIES, Family
 from training.contract.recipe import Adapters, Recipe
+from training.errors import LivenessError, Stage
+from training.experts import ADAPTER
 
-ADAPTER = "default"  # TRL looks for this name
-_LEAVES = {
-    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "linear_attention": ("in_proj_qkv", "in_proj_z", "out_proj"),
-    "shared_expert": ("gate_proj", "up_proj", "down_proj"),
-}
-_GATE_LEAVES = ("in_proj_a", "in_proj_b")
-_ROUTED = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
-_PLACES = (("shared_expert", ".shared_expert."), ("linear_attention", ".linear_attn."), ("attention", ".self_attn."))
-
-
-class ModelError(RuntimeError):
-    """The model or adapter is not what the recipe wants; `group` names the LoRA group if it is one."""
-
-    def __init__(self, message: str, group: str | None = None) -> None:
-        super().__init__(message)
-        self.group = group
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# Our own forward asks no registry. This is transformers' own default, so that no reload can lose it.
+EXPERTS_IMPLEMENTATION = "grouped_mm"
+_ORIENTATION_SINCE = Version("0.19.1")  # before, PEFT read [E, out, in] as [E, in, out], and A and B changed places
 
 
 def load_tokenizer(path: Path) -> Any:
@@ -45,13 +39,26 @@ def load_tokenizer(path: Path) -> Any:
 
 
 def load_base(path: Path, recipe: Recipe) -> Any:
-    """The frozen base model on the recipe's device, in the recipe's dtype."""
+    """The frozen base model on the recipe's device, in the recipe's dtype. LivenessError if it is of another family or class."""
+    family = FAMILIES[recipe.model.family]
+    seen = AutoConfig.from_pretrained(path).get_text_config().model_type
+    if seen != family.model_type:
+        raise LivenessError(
+            f"config.json says {seen}, the recipe's family {recipe.model.family} is {family.model_type}; correct model.family or model.source",
+            stage="load",
+        )
     device = "cuda:0" if recipe.box.device == "cuda" else "cpu"
     model = AutoModelForCausalLM.from_pretrained(
-        path, dtype=getattr(torch, recipe.model.dtype), attn_implementation="sdpa", device_map={"": device}
+        path,
+        dtype=getattr(torch, recipe.model.dtype),
+        attn_implementation="sdpa",
+        experts_implementation=EXPERTS_IMPLEMENTATION,
+        device_map={"": device},
     )
-    if not type(model).__name__.endswith("ForCausalLM"):
-        raise ModelError(f"{path.name}: loads as {type(model).__name__}; want the text class (…ForCausalLM)")
+    if type(model).__name__ != family.text_class:
+        raise LivenessError(
+            f"{path.name}: loads as {type(model).__name__}; want the text class {family.text_class}", stage="load"
+        )
     return model.requires_grad_(False)
 
 
@@ -63,24 +70,23 @@ def release() -> None:
         torch.cuda.empty_cache()
 
 
-def attach(base: Any, recipe: Recipe, start: Path | None) -> Any:
-    """The base with trainable adapters: those of `start`, or fresh ones from the recipe's seed. ModelError if any group is not as wanted."""
-    if start is None:
-        torch.manual_seed(recipe.seed)
-        model = get_peft_model(base, lora_config(recipe.adapters, recipe.model.family))
-    else:
-        model = PeftModel.from_pretrained(base, str(start), is_trainable=True)
-        _require_same_keys(model, start)
-    experts.install(model)
+def attach(base: Any, recipe: Recipe, start: Path | None, layer: experts.Layer | None = None) -> Any:
+    """The base with trainable adapters: those of `start`, or fresh ones from the recipe's seed. LivenessError if any is not as wanted."""
+    torch.manual_seed(recipe.seed)
+    model = get_peft_model(base, lora_config(recipe.adapters, recipe.model.family))
+    if start is not None:
+        load_adapter(model, start, recipe)
+    experts.install(model, layer)
     require_groups(model, recipe)
     return model
 
 
 def lora_config(adapters: Adapters, family: str) -> LoraConfig:
     """Explicit leaf names and parameters: shorthands miss the routed experts, or take the router along."""
-    leaves = [leaf for group in adapters.groups for leaf in _LEAVES.get(group, ())]
-    if adapters.gate_projections and "linear_attention" in adapters.groups:
-        leaves += _GATE_LEAVES
+    known = FAMILIES[family]
+    leaves = [
+        leaf for group in adapters.groups for leaf in known.leaves(group, gate_projections=adapters.gate_projections)
+    ]
     return LoraConfig(
         r=adapters.rank,
         # Serving engines read a whole number here.
@@ -89,76 +95,206 @@ def lora_config(adapters: Adapters, family: str) -> LoraConfig:
         bias="none",
         task_type="CAUSAL_LM",
         target_modules=leaves or None,
-        target_parameters=list(_ROUTED) if "routed_experts" in adapters.groups else None,
+        target_parameters=list(known.routed) if "routed_experts" in adapters.groups else None,
     )
+
+
+def load_adapter(model: Any, directory: Path, recipe: Recipe) -> None:
+    """Copy a stored adapter's numbers into the model's. LivenessError at stage `load` if it holds other tensors, another layout or other settings:
+    PEFT itself only warns about missing and unknown keys, and then trains from zeros."""
+    require_same_settings(directory, recipe, "load")
+    wanted = {f"{name}.weight": (group, tensor) for group, name, tensor in all_lora_tensors(model)}
+    with safe_open(directory / WEIGHTS, "pt") as file, torch.no_grad():
+        keys = set(file.keys())
+        require_same_keys(wanted, {key: tuple(file.get_slice(key).get_shape()) for key in keys}, "load")
+        for key in sorted(wanted.keys() & keys):
+            stored = file.get_tensor(key)
+            if stored.shape == wanted[key][1].shape:
+                wanted[key][1].copy_(stored)
+
+
+def require_same_settings(directory: Path, recipe: Recipe, stage: Stage) -> None:
+    """LivenessError if a stored adapter_config.json is of another layout, or does not say what the recipe wants."""
+    path = directory / CONFIG
+    told = json.loads(path.read_text())
+    wanted = lora_config(recipe.adapters, recipe.model.family)
+    _require_known_storage(told, stage)
+    for field in ("r", "lora_alpha"):
+        if told.get(field) != getattr(wanted, field):
+            raise LivenessError(
+                f"{CONFIG}: {field} is {told.get(field)}, the recipe wants {getattr(wanted, field)}", stage=stage
+            )
+    for field in ("target_modules", "target_parameters"):
+        seen, want = set(told.get(field) or ()), set(getattr(wanted, field) or ())
+        if seen != want:
+            raise LivenessError(
+                f"{CONFIG}: {field} lacks {_few(want - seen)} and has {_few(seen - want)} too many; the groups differ from the recipe's",
+                stage=stage,
+                group="routed_experts.gate_up_proj" if field == "target_parameters" else None,
+            )
+    for field in ("rank_pattern", "alpha_pattern", "modules_to_save", "use_rslora", "use_dora"):
+        if told.get(field):
+            raise LivenessError(
+                f"{CONFIG}: {field} is {told[field]}; want none: one rank and alpha for all", stage=stage
+            )
+
+
+def require_same_keys(wanted: dict[str, tuple[str, Tensor]], stored: dict[str, tuple[int, ...]], stage: Stage) -> None:
+    """LivenessError if the stored names or shapes are not exactly the wanted ones; says which kind of wrong it is where that can be told."""
+    missing, unknown = sorted(wanted.keys() - stored.keys()), sorted(stored.keys() - wanted.keys())
+    if missing or unknown:
+        group = wanted[missing[0]][0] if missing else None
+        raise LivenessError(
+            f"{WEIGHTS}: {len(missing)} keys missing and {len(unknown)} unknown, such as {(missing or unknown)[0]}",
+            stage=stage,
+            group=group,
+            tensor=(missing or unknown)[0],
+            cause=_why_keys_differ(missing, unknown),
+        )
+    for key, (group, tensor) in wanted.items():
+        if stored[key] != tuple(tensor.shape):
+            raise LivenessError(
+                f"{WEIGHTS}: {key} has shape {list(stored[key])}, want {list(tensor.shape)}",
+                stage=stage,
+                group=group,
+                tensor=key,
+                cause="A and B of fused experts have changed places (peft before 0.19.1), or another rank or model",
+            )
 
 
 def lora_tensors(model: nn.Module, which: str, adapter: str = ADAPTER) -> Iterator[tuple[str, str, nn.Parameter]]:
     """(group, name, tensor) of every `lora_A` or `lora_B`. Routed experts are two groups, one a parameter: a fault may take only one of them,
     and the nested names do not tell which is which."""
+    family = family_of(model)
     for name, module in model.named_modules():
         part = getattr(module, which, None)
         if isinstance(part, nn.ModuleDict) and adapter in part:
-            yield _group(name, module), f"{name}.{which}", part[adapter].weight
+            yield _group(family, name, module), f"{name}.{which}", part[adapter].weight
+
+
+def all_lora_tensors(model: nn.Module, adapter: str = ADAPTER) -> Iterator[tuple[str, str, nn.Parameter]]:
+    """(group, name, tensor) of every lora_A, then of every lora_B."""
+    for which in ("lora_A", "lora_B"):
+        yield from lora_tensors(model, which, adapter)
+
+
+def family_of(model: Any) -> Family:
+    """The family by the model's own configuration; LivenessError if it is none that we know."""
+    seen = model.config.get_text_config().model_type
+    for family in FAMILIES.values():
+        if family.model_type == seen:
+            return family
+    raise LivenessError(f"model type {seen} is in no family; known are {', '.join(FAMILIES)}", stage="load")
 
 
 def expected_counts(config: Any, recipe: Recipe) -> dict[str, int]:
     """How many lora_B tensors each group must have, from the model's configuration."""
-    text = config.get_text_config()
+    family, text = FAMILIES[recipe.model.family], config.get_text_config()
     layers = text.num_hidden_layers
-    kinds = Counter(getattr(text, "layer_types", None) or ["full_attention"] * layers)
-    linear = len(_LEAVES["linear_attention"]) + (len(_GATE_LEAVES) if recipe.adapters.gate_projections else 0)
-    counts = {
-        "attention": {"attention": len(_LEAVES["attention"]) * kinds["full_attention"]},
-        "linear_attention": {"linear_attention": linear * kinds["linear_attention"]},
-        "shared_expert": {"shared_expert": len(_LEAVES["shared_expert"]) * layers},
-        "routed_experts": {"routed_experts.gate_up_proj": layers, "routed_experts.down_proj": layers},
-    }
-    return {name: count for group in recipe.adapters.groups for name, count in counts[group].items()}
+    kinds = Counter(getattr(text, "layer_types", None) or ())
+    dense = set(getattr(text, "mlp_only_layers", None) or ())
+    sparse_step = getattr(text, "decoder_sparse_step", None) or 1
+    sparse = sum(layer not in dense and (layer + 1) % sparse_step == 0 for layer in range(layers))
+    counts = {}
+    for group in recipe.adapters.groups:
+        if group == "routed_experts":
+            counts |= dict.fromkeys(family.routed_groups(), sparse)
+        else:
+            layer_type = family.linears[group].layer_type
+            leaves = family.leaves(group, gate_projections=recipe.adapters.gate_projections)
+            counts[group] = len(leaves) * (layers if layer_type is None else kinds[layer_type])
+    return counts
 
 
-def require_groups(model: Any, recipe: Recipe) -> dict[str, int]:
-    """Counts per group if they are exactly the expected ones, of the wanted rank and trainable; else ModelError names the group."""
+def require_groups(model: Any, recipe: Recipe, stage: Stage = "attach") -> dict[str, int]:
+    """Counts per group if they are exactly the expected ones and every tensor is of the wanted rank, alpha and type; else LivenessError names group
+    and tensor. Looks at shapes alone, so it holds for a model on the meta device, too."""
     tensors = list(lora_tensors(model, "lora_B"))
     seen, wanted = Counter(group for group, _, _ in tensors), expected_counts(model.config, recipe)
     for group in sorted(wanted.keys() | seen.keys()):
         if seen[group] != wanted.get(group, 0):
-            raise ModelError(
+            raise LivenessError(
                 f"group {group}: {seen[group]} lora_B tensors, want {wanted.get(group, 0)}; the targets do not match this model",
-                group,
+                stage=stage,
+                group=group,
             )
-    for group, name, tensor in tensors:
-        if not tensor.requires_grad:
-            raise ModelError(f"{name}: is frozen; load the adapter with is_trainable=True", group)
-    for module in model.modules():
-        rank = getattr(module, "r", {}).get(ADAPTER) if isinstance(getattr(module, "r", None), dict) else None
-        if rank is not None and rank != recipe.adapters.rank:
-            raise ModelError(f"an adapter of rank {rank} was found, the recipe wants {recipe.adapters.rank}")
+    scaling = recipe.adapters.alpha / recipe.adapters.rank
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "lora_B", None), nn.ModuleDict) and ADAPTER in module.lora_B:
+            problem = _problem(module, recipe.adapters.rank, scaling)
+            if problem:
+                group = _group(family_of(model), name, module)
+                raise LivenessError(f"{name}: {problem}", stage=stage, group=group, tensor=f"{name}.lora_B")
     return dict(seen)
 
 
-def _group(name: str, module: Any) -> str:
+def _problem(module: Any, rank: int, scaling: float) -> str:
+    a, b = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
+    experts_count = getattr(module, "num_experts", 1)
+    if module.r.get(ADAPTER) != rank or a.shape[0] != rank * experts_count or b.shape[1] != rank * experts_count:
+        return (
+            f"rank {module.r.get(ADAPTER)} with A {list(a.shape)} and B {list(b.shape)}; the recipe wants rank {rank}"
+        )
+    if abs(module.scaling[ADAPTER] - scaling) > 1e-9 * scaling:
+        return f"is scaled by {module.scaling[ADAPTER]:g}; the recipe's alpha / rank is {scaling:g}"
+    if (a.dtype, b.dtype) != (torch.float32, torch.float32):
+        return f"A is {a.dtype} and B is {b.dtype}; want float32: in bfloat16 a small update is rounded away"
+    if hasattr(module, "parameter_name"):
+        weight = module.get_param()
+        if not module._did_swap_in_out_features or a.shape[1] != weight.shape[-1] or b.shape[0] != weight.shape[-2]:
+            return f"A {list(a.shape)} and B {list(b.shape)} are not oriented for experts [E, out, in] {list(weight.shape)}"
+    if not (a.requires_grad and b.requires_grad):
+        return "is frozen; want it trainable"
+    return ""
+
+
+def _group(family: Family, name: str, module: Any) -> str:
     if hasattr(module, "parameter_name"):
         return f"routed_experts.{module.parameter_name}"
-    return next((group for group, place in _PLACES if place in f"{name}."), f"other:{name.rsplit('.', 1)[-1]}")
+    return family.group_of(name) or f"other:{name.rsplit('.', 1)[-1]}"
 
 
-def _require_same_keys(model: Any, start: Path) -> None:
-    """PEFT only warns about a missing or unknown key, and then trains from zeros."""
-    with safe_open(start / "adapter_model.safetensors", "pt") as file:
-        stored = set(file.keys())
-    wanted = set(get_peft_model_state_dict(model))
-    if stored != wanted:
-        odd = sorted(stored ^ wanted)
-        raise ModelError(
-            f"{start.name}/adapter_model.safetensors: {len(wanted - stored)} keys missing and {len(stored - wanted)} unknown,"
-            f" such as {odd[0]}; it was made for another model class or other groups"
+def _require_known_storage(told: dict[str, Any], stage: Stage) -> None:
+    """Fused experts have been stored in three ways under the same names; only one is PEFT's of today."""
+    if not told.get("target_parameters"):
+        return
+    version = str(told.get("peft_version") or "unknown")
+    known = version != "unknown" and Version(version.split("@")[0]) >= _ORIENTATION_SINCE
+    group = "routed_experts.gate_up_proj"
+    if not known:
+        raise LivenessError(
+            f"{CONFIG}: peft_version is {version}; A and B of fused experts changed places in {_ORIENTATION_SINCE}; convert the adapter first",
+            stage=stage,
+            group=group,
+            cause="an older peft",
         )
+    layout = told.get("lora_B_layout")
+    if ((told.get("auto_mapping") or {}).get("unsloth_fixed") and not layout) or "group" in str(layout):
+        raise LivenessError(
+            f"{CONFIG}: lora_B of the experts is grouped by expert (lora_B_layout {layout}), PEFT's is not; convert the adapter first",
+            stage=stage,
+            group=group,
+            cause="unsloth before 2026.9.6 wrote it",
+        )
+
+
+def _why_keys_differ(missing: list[str], unknown: list[str]) -> str:
+    prefix = ".language_model."
+    if any(prefix in key for key in unknown) and not any(prefix in key for key in missing):
+        return "it was made on the vision class, whose names have language_model in them; this is the text class"
+    if any(prefix in key for key in missing) and not any(prefix in key for key in unknown):
+        return "it was made on the text class; this is the vision class"
+    if any(".experts.0." in key for key in unknown):
+        return "its experts are stored one by one, as for serving; want PEFT's fused form"
+    return "it was made for other groups or another model"
+
+
+def _few(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
 
 
 def stored_adapter(model: Any, directory: Path) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(group, tensor now, tensor in the directory) of every LoRA tensor; the stored ones are read one at a time."""
-    with safe_open(directory / "adapter_model.safetensors", "pt") as file:
-        for which in ("lora_A", "lora_B"):
-            for group, name, tensor in lora_tensors(model, which):
-                yield group, tensor, file.get_tensor(f"{name}.weight")
+    with safe_open(directory / WEIGHTS, "pt") as file:
+        for group, name, tensor in all_lora_tensors(model):
+            yield group, tensor, file.get_tensor(f"{name}.weight")

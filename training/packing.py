@@ -1,6 +1,6 @@
-"""Several documents in one row without one of them seeing another: exact packed training for the gated delta net.
+"""Several documents in one row without one of them seeing another: exact packed training for attention and for the gated delta net.
 
-transformers refuses packed rows unless flash-linear-attention *and* causal-conv1d are installed; the second has no wheel. Here the
+Attention needs nothing: without an attention mask its mask follows position_ids. For the gated delta net transformers refuses packed rows unless flash-linear-attention *and* causal-conv1d are installed; the second has no wheel. Here the
 convolution is our own (shifted products, masked at document borders) and the rule runs either in flash-linear-attention, on a GPU, or
 document by document in plain torch. `check` then proves on the loaded model that packed equals alone, because position_ids do not
 reset the state and a leak changes the loss by less than a thousandth.
@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-_MODELING = "transformers.models.qwen3_5_moe.modeling_qwen3_5_moe"
+from training.contract.families import FAMILIES
+
 _TOLERANCE = {
     torch.float32: 1e-4,
     torch.bfloat16: 2e-2,
@@ -31,8 +32,13 @@ class PackingError(RuntimeError):
 
 
 def install() -> None:
-    """Teach the model code of Qwen3.5/3.6 packed rows. Installing twice changes nothing."""
-    modeling: Any = importlib.import_module(_MODELING)
+    """Teach the model code of every family with a gated delta net packed rows. Installing twice changes nothing."""
+    for family in FAMILIES.values():
+        if family.packing == "gated_delta_net":
+            _install_in(importlib.import_module(family.modeling))
+
+
+def _install_in(modeling: Any) -> None:
     if hasattr(modeling, "livery_packing"):
         return
     rule, conv = modeling.torch_chunk_gated_delta_rule, modeling.causal_conv1d_fn
@@ -107,7 +113,7 @@ def check(model: nn.Module) -> float:
     if not difference <= _TOLERANCE.get(dtype, 2e-2):
         raise PackingError(
             f"a document's logits differ by {difference:.1e} when another stands before it in the row (want at most"
-            f" {_TOLERANCE.get(dtype, 2e-2):.0e}); install flash-linear-attention, or write `allow: [unpacked]` in the recipe"
+            f" {_TOLERANCE.get(dtype, 2e-2):.0e}); on a GPU a gated delta net needs flash-linear-attention; or write `allow: [unpacked]` in the recipe"
         )
     return difference
 

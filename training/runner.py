@@ -1,10 +1,11 @@
 """The box's entry point: runs the phases of an assignment, from wherever the bucket says that they are, to an exported adapter.
 
-    python -m training.runner --assignment ~/livery/recipe.json
+    python -m training.runner --assignment ~/livery/recipe.json                                on a box
+    python -m training.runner --recipe FILE --folder RUN [--model DIR] [--data-dir DIR]        on this machine, with nothing around it
 
 It is started detached and only watched. Everything that it says is in events.jsonl beside the assignment, everything that it makes is in
-the bucket. Exit codes: 0 done, 3 aborted (the last event says why and whose fault it is), 4 another runner is at work here, 143 told to
-stop (saved, not done), 1 a fault of ours.
+the bucket. Exit codes: 0 done, 2 a recipe that cannot be used, 3 aborted (the last event and aborted.json say why and whose fault it is),
+4 another runner is at work here, 5 fenced (another box has claimed the run), 143 told to stop (saved, not done), 1 a fault of ours.
 
 Heavy imports wait for the trainer that needs them: the counting trainer runs without torch.
 """
@@ -15,12 +16,14 @@ import argparse
 import contextlib
 import errno
 import fcntl
+import json
 import os
 import platform
 import shutil
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,22 +31,25 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
+from training import sinks
 from training.box.store import Store, StoreDenied, StoreError, StoreUnreachable
 from training.box.supervisor import read_env_file
-from training.box.transfer import MARKER, marker_holds
+from training.box.transfer import MARKER, Fenced, marker_holds, require_unclaimed
 from training.checkpoint import ADAPTER_FILES, Checkpoints, Found, Identity, Uploader, UploadFailed, sha256_of
-from training.contract import layout
+from training.contract.claims import ClaimError
 from training.contract.events import Abort, Evaluated, EventLog, Notice, RunnerEnd, RunnerStart
-from training.contract.manifest import FROZEN_VERSIONS, REQUIRED_FILES, ManifestError
-from training.contract.recipe import Assignment, Phase
+from training.contract.manifest import FROZEN_VERSIONS, REQUIRED_FILES, ManifestError, Parent
+from training.contract.recipe import Assignment, Phase, RecipeError
 from training.contract.rows import RowError
 from training.phases import counting
 from training.phases.desk import Desk, Home, Interrupted, NotFinite, Pulse
 
-DONE, FAULT, ABORTED, LOCKED, TOLD_TO_STOP = 0, 1, 3, 4, 143
+DONE, FAULT, UNUSABLE, ABORTED, LOCKED, FENCED, TOLD_TO_STOP = 0, 1, 2, 3, 4, 5, 143
 HEARTBEAT_S = 5.0
+LAST_UPLOAD_S = 60.0  # after SIGTERM, for the last checkpoint to become durable; what is not by then stays staged
 # Set before anything of Hugging Face is imported: a box asks the hub for nothing while it trains, and sends it nothing.
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
+_QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # a log file shows no bars
 
 
 class Unusable(RuntimeError):
@@ -54,34 +60,61 @@ class Unusable(RuntimeError):
 class Progress:
     """Where the run is: the phases whose last checkpoint is safe, and what to go on from."""
 
-    done: list[str]
-    """Keys of their last manifests: what the next phase's manifests name as their parent."""
+    done: list[Parent]
+    """Their last manifests: what the next phase's manifests name as their parent."""
     result: Path | None
     """The adapter of the last phase done."""
     resume: Found | None = None
     resume_dir: Path | None = None
 
     @property
-    def parent(self) -> str | None:
+    def parent(self) -> Parent | None:
         return self.done[-1] if self.done else None
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Run the phases of an assignment on this box.")
-    parser.add_argument("--assignment", type=Path, required=True)
-    path = parser.parse_args(argv).assignment.expanduser().resolve()
-    home = Home(path.parent)
+    options = _parse(argv)
+    folder = (options.folder or options.assignment.parent).expanduser().resolve()
+    home = Home(folder)
     home.work.mkdir(parents=True, exist_ok=True)
     with _only_runner(home.work / "runner.lock") as alone:
         if not alone:
             print(f"another runner is at work in {home.root}; attach to it, or stop it first", file=sys.stderr)
             return LOCKED
-        return _guarded(path, home)
+        if options.folder is None:
+            return _guarded(folder / options.assignment.name, home, EventLog(home.events))
+        return _local(options, home)
 
 
-def _guarded(path: Path, home: Home) -> int:
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Run the phases of an assignment, or of a recipe on this machine.")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--assignment", type=Path)
+    what.add_argument("--recipe", type=Path)
+    parser.add_argument("--folder", type=Path, help="with --recipe: everything of the run lies here")
+    parser.add_argument("--model", type=Path, help="with --recipe: directory of the base model")
+    parser.add_argument("--data-dir", type=Path, help="with --recipe: where the data files lie")
+    parser.add_argument("--dph-usd", type=float, default=0.0, help="with --recipe: price of an hour, shown by the step")
+    options = parser.parse_args(argv)
+    if (options.recipe is None) != (options.folder is None):
+        parser.error("--recipe and --folder go together")
+    return options
+
+
+def _local(options: argparse.Namespace, home: Home) -> int:
+    local = import_module("training.local")
+    try:
+        path = local.prepare(options.recipe, home.root, options.model, options.data_dir, options.dph_usd)
+    except RecipeError as error:
+        print(error, file=sys.stderr)
+        return UNUSABLE
+    return _guarded(path, home, local.PrintedLog(home.events))
+
+
+def _guarded(path: Path, home: Home, events: EventLog) -> int:
     """Run, and turn whatever ends the run into its last events and an exit code."""
-    events, stop = EventLog(home.events), threading.Event()
+    home.aborted.unlink(missing_ok=True)
+    stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     pulse = Pulse()
     try:
@@ -90,7 +123,8 @@ def _guarded(path: Path, home: Home) -> int:
         if assignment.recipe.box.device == "cpu":
             # Before torch is imported: two threads on cores that others use cost up to 47 times the CPU of one.
             os.environ.setdefault("OMP_NUM_THREADS", "1")
-        with _heartbeat(events, pulse):
+        sinks.require(assignment.recipe.trackers)
+        with _heartbeat(events, pulse), _trackers(events, assignment):
             Runner(path, home, assignment, events, pulse, stop).run()
     except Interrupted as told:
         events.emit(RunnerEnd(complete=False, reason=str(told)))
@@ -99,7 +133,10 @@ def _guarded(path: Path, home: Home) -> int:
         traceback.print_exc()
         abort = _abort_of(error, pulse.phase)
         events.emit(abort)
+        _leave_word(home, abort)
         events.emit(RunnerEnd(complete=False, reason=abort.reason))
+        if isinstance(error, Fenced):
+            return FENCED
         return FAULT if abort.blame in ("unknown", "us") else ABORTED
     events.emit(RunnerEnd(complete=True, reason="all phases done, the adapter is exported"))
     return DONE
@@ -120,12 +157,13 @@ class Runner:
         self._store = Store.from_environment(assignment.bucket)
         staging = home.work / "staging"
         self._checkpoints = Checkpoints(self._store, assignment.run, staging, self._notice)
-        self._uploader = Uploader(path, staging, self._checkpoints, self._notice)
+        self._uploader = Uploader(path, staging, self._checkpoints, self._notice, events)
 
     def run(self) -> None:
         """Train what is not done yet, score it, export it. Interrupted when told to stop; many other errors, see `_abort_of`."""
         try:
             self._require_inputs()
+            self._checkpoints.take_claim(self._assignment.flow_run_id, self._assignment.attempt)
             progress = self._find_progress()
             done = self._recipe.phase_names[: len(progress.done)]
             self._events.emit(RunnerStart(phases=self._recipe.phase_names, done=done, versions=self._versions))
@@ -138,6 +176,9 @@ class Runner:
             self._evaluate("adapter", progress.result)
             self._export(progress.result)
             self._wait_for_uploads()
+        except Interrupted:
+            self._last_upload()
+            raise
         finally:
             self._uploader.close()
 
@@ -153,6 +194,7 @@ class Runner:
             pulse=self._pulse,
             stop=self._stop,
             uploader=self._uploader,
+            store=self._store,
             identity=self._identity(phase, progress.parent),
             start=progress.result,
             resume=progress.resume,
@@ -160,8 +202,8 @@ class Runner:
         )
         trainer: Any = counting if self._counting else import_module(f"training.phases.{phase.kind}")
         result = trainer.train(desk)
-        key = layout.manifest(self._assignment.run, phase.name, phase.steps)
-        return Progress([*progress.done, key], result)
+        assert desk.final is not None, "a finished phase has staged its last checkpoint"
+        return Progress([*progress.done, desk.final], result)
 
     def _find_progress(self) -> Progress:
         """The longest row of finished phases whose last result can really be fetched, and the next phase's newest usable checkpoint."""
@@ -180,10 +222,10 @@ class Runner:
                 continue
             resume, resume_dir = self._first_usable(found)
             self._requeue([*done, *([resume] if resume else [])])
-            return Progress([each.key for each in done], result, resume, resume_dir)
+            return Progress([each.as_parent for each in done], result, resume, resume_dir)
 
     def _newest_first(self, phase: Phase, done: list[Found], damaged: list[Found]) -> list[Found]:
-        identity = self._identity(phase, done[-1].key if done else None)
+        identity = self._identity(phase, done[-1].as_parent if done else None)
         return [each for each in self._checkpoints.newest_first(phase.name, identity) if each not in damaged]
 
     def _fetch_result(self, found: Found) -> Path | None:
@@ -208,7 +250,7 @@ class Runner:
             assert found.directory is not None
             self._uploader.submit(found.directory, found.manifest)
 
-    def _identity(self, phase: Phase, parent: str | None) -> Identity:
+    def _identity(self, phase: Phase, parent: Parent | None) -> Identity:
         data = self._home.data(phase.name)
         return Identity(
             phase_digest=self._recipe.phase_digest(phase.name),
@@ -228,6 +270,8 @@ class Runner:
 
     def _export(self, result: Path) -> None:
         self._raise_if_told_to_stop()
+        # The adapter has one place in the bucket, and it belongs to the newest runner.
+        require_unclaimed(self._store, self._assignment.run, self._checkpoints.claim)
         export = import_module("training.export").export
         source = self._recipe.model.source
         self._events.emit(
@@ -237,6 +281,13 @@ class Runner:
     def _wait_for_uploads(self) -> None:
         while not self._uploader.wait(timeout_s=0.5):
             self._raise_if_told_to_stop()
+
+    def _last_upload(self) -> None:
+        """Told to stop: what was saved gets a moment to become durable, since the box may not come back."""
+        deadline = time.monotonic() + min(LAST_UPLOAD_S, self._recipe.budget.upload_s)
+        with contextlib.suppress(UploadFailed, Fenced):  # it stays staged; the exit code is that of being told to stop
+            while not self._uploader.wait(timeout_s=0.2) and time.monotonic() < deadline:
+                pass
 
     def _require_inputs(self) -> None:
         if self._counting:
@@ -270,32 +321,40 @@ def versions(*, counting: bool) -> dict[str, str]:
 def _abort_of(error: Exception, phase: str | None) -> Abort:
     """Whose fault an error is decides whether another box is tried: a user's mistake would fail on every box alike."""
     reason = str(error) or type(error).__name__
-    group, tensor = getattr(error, "group", None), getattr(error, "tensor", None)
-    told = Abort(phase=phase, reason=reason, group=group, tensor=tensor, likely_cause=getattr(error, "cause", None))
     name = type(error).__name__
+    blame = _blame(error, name, reason)
+    if isinstance(error, Fenced):
+        reason = f"fenced: {reason}"
+    elif blame == "unknown":
+        reason = f"{name}: {reason}"
+    told = {field: getattr(error, field, None) for field in ("stage", "group", "tensor")}
+    return Abort(phase=phase, reason=reason, blame=blame, likely_cause=getattr(error, "cause", None), **told)
+
+
+def _blame(error: Exception, name: str, reason: str) -> Any:
     if isinstance(error, UploadFailed):
-        blame = "user" if error.user_fault else "host"
-    elif isinstance(error, (ManifestError, RowError, StoreDenied, NotFinite)) or name in _USER_ERRORS:
-        blame = "user"
-    elif (
-        isinstance(error, StoreUnreachable)
-        or (isinstance(error, OSError) and error.errno in _HOST_ERRNO)
-        or "CUDA error" in reason
-        or name == "AcceleratorError"
-    ):
-        blame = "host"
-    elif isinstance(error, StoreError):
-        blame = "user"
-    elif isinstance(error, Unusable):
-        blame = "us"
-    else:
-        blame, told = "unknown", told.model_copy(update={"reason": f"{name}: {reason}"})
-    return told.model_copy(update={"blame": blame})
+        return "user" if error.user_fault else "host"
+    if isinstance(error, (ManifestError, ClaimError, RowError, StoreDenied, NotFinite)) or name in _USER_ERRORS:
+        return "user"
+    if isinstance(error, StoreUnreachable) or (isinstance(error, OSError) and error.errno in _HOST_ERRNO):
+        return "host"
+    if "CUDA error" in reason or name == "AcceleratorError":
+        return "host"
+    if isinstance(error, StoreError):
+        return "user"
+    return "us" if isinstance(error, (Unusable, Fenced)) else "unknown"
 
 
 # By name, since their modules import torch.
-_USER_ERRORS = ("LivenessError", "ModelError", "ExpertsError", "PackingError", "OutOfMemoryError")
+_USER_ERRORS = ("TrackerError", "LivenessError", "ModelError", "ExpertsError", "PackingError", "OutOfMemoryError")
 _HOST_ERRNO = (errno.ENOSPC, errno.EIO, errno.EROFS)
+
+
+def _leave_word(home: Home, abort: Abort) -> None:
+    """The abort for whoever finds the folder without its events."""
+    with contextlib.suppress(OSError):  # the event, which is already written, says the same
+        word = json.dumps(abort.model_dump(mode="json", exclude={"v", "seq", "t"}), indent=1)
+        home.aborted.write_text(word, encoding="utf-8")
 
 
 def _load_environment(home: Home) -> None:
@@ -304,7 +363,7 @@ def _load_environment(home: Home) -> None:
         for name, value in read_env_file(str(home.private_env)).items():
             os.environ.setdefault(name, value)
     cache = {"HF_HOME": str(home.work / "cache"), "HF_DATASETS_CACHE": str(home.work / "cache" / "datasets")}
-    for name, value in (_OFFLINE | cache).items():
+    for name, value in (_OFFLINE | _QUIET | cache).items():
         os.environ.setdefault(name, value)
 
 
@@ -318,6 +377,16 @@ def _only_runner(path: Path) -> Iterator[bool]:
             yield False
             return
         yield True
+
+
+def _trackers(events: EventLog, assignment: Assignment) -> contextlib.AbstractContextManager[None]:
+    recipe = assignment.recipe
+    steps = {phase.name: phase.steps for phase in recipe.phases}
+
+    def notice(what: str, reason: str) -> None:
+        events.emit(Notice(what=what, reason=reason))
+
+    return sinks.following(recipe.trackers, events.path, assignment.run, steps, notice)
 
 
 @contextlib.contextmanager

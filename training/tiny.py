@@ -17,8 +17,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from training.contract.families import FAMILIES
+
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast, Qwen3_5MoeForCausalLM
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 Row = dict[str, Any]
 
@@ -31,6 +33,32 @@ QUESTIONS = {
 }
 ARGUMENT = {"get_weather": "city", "get_time": "zone"}
 VOCABULARY = 1536
+_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+_GATED_DELTA_NET: dict[str, Any] = {
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "shared_expert_intermediate_size": 32,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],
+    },
+}
 SPECIAL = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -46,13 +74,14 @@ ADDED = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "
 PRE_TOKENS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 
-def make(out: Path, seed: int = 0) -> None:
+def make(out: Path, seed: int = 0, family: str = "qwen3_5_moe") -> None:
     """Write `out/model` and `out/datasets`."""
     data = datasets(seed)
     tokenizer = make_tokenizer(data)
     (out / "model").mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(out / "model")
-    make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed).save_pretrained(out / "model")
+    model = make_model(len(tokenizer), tokenizer.eos_token_id, tokenizer.pad_token_id, seed, family)
+    model.save_pretrained(out / "model")
     (out / "datasets").mkdir(parents=True, exist_ok=True)
     for name, rows in data.items():
         lines = (json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows)
@@ -107,40 +136,24 @@ def make_tokenizer(data: dict[str, list[Row]]) -> PreTrainedTokenizerFast:
     )
 
 
-def make_model(vocabulary: int, eos_id: int, pad_id: int, seed: int = 0) -> Qwen3_5MoeForCausalLM:
-    """Three gated delta net layers and one of full attention, eight routed experts of which two run, one shared; float32."""
+def make_model(
+    vocabulary: int, eos_id: int, pad_id: int, seed: int = 0, family: str = "qwen3_5_moe"
+) -> PreTrainedModel:
+    """Four layers, of which three are gated delta nets where the family has them; eight routed experts of which two run; float32."""
     import torch
-    from transformers.models.qwen3_5_moe import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = Qwen3_5MoeTextConfig(
+    known = FAMILIES[family]
+    config = AutoConfig.for_model(
+        known.model_type,
         vocab_size=vocabulary,
-        hidden_size=64,
-        num_hidden_layers=4,
-        layer_types=["linear_attention"] * 3 + ["full_attention"],
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        num_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-        max_position_embeddings=4096,
-        tie_word_embeddings=False,
         eos_token_id=eos_id,
         pad_token_id=pad_id,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": 10000.0,
-            "partial_rotary_factor": 0.25,
-            "mrope_section": [1, 1, 0],
-        },
+        **_SIZES,
+        **(_GATED_DELTA_NET if known.packing == "gated_delta_net" else {}),
     )
     torch.manual_seed(seed)
-    model = Qwen3_5MoeForCausalLM(config)
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         model.model.embed_tokens.weight.normal_(0, 1.0)
         model.lm_head.weight.normal_(0, 0.3)
@@ -253,10 +266,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Make the tiny model, its tokenizer and its datasets.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--family", choices=tuple(FAMILIES), default="qwen3_5_moe")
     arguments = parser.parse_args()
     # Byte-pair training in parallel may break ties in another order.
     os.environ.update(TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1")
-    make(arguments.out, arguments.seed)
+    make(arguments.out, arguments.seed, arguments.family)
     print(f"tiny world in {arguments.out}: model/ and datasets/")
 
 

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 
 import pytest
-from prefect.testing.utilities import prefect_test_harness
+from prefect.settings import PREFECT_API_URL, PREFECT_HOME, PREFECT_LOGGING_TO_API_ENABLED, temporary_settings
 
 from tests.tasks.pretend_fixtures import (  # noqa: F401
     bucket_admin,
@@ -14,13 +13,14 @@ from tests.tasks.pretend_fixtures import (  # noqa: F401
     market,
     pretend,
     store,
+    whole_store,
 )
 
 
 @pytest.fixture(scope="session", autouse=True)
-def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One server for all tests of flows; the harness replaces the database, not the home, so that is set here."""
-    os.environ["PREFECT_HOME"] = str(tmp_path_factory.mktemp("prefect"))
-    # The thirty seconds that are the default are too few on a busy machine.
-    with prefect_test_harness(server_startup_timeout=120):
+def flows_run_against_the_server(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Results go to a home of the session; nothing here reads logs from the server, so none are on their way when it ends."""
+    home = tmp_path_factory.mktemp("home")
+    updates = {PREFECT_API_URL: prefect_api, PREFECT_HOME: home, PREFECT_LOGGING_TO_API_ENABLED: False}
+    with temporary_settings(updates):
         yield

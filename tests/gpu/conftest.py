@@ -1,7 +1,86 @@
-"""The tiny world and its bucket, as in tests/training."""
+"""Runs on a card with no orchestrator and no server: a folder is box and bucket in one."""
 
 from __future__ import annotations
 
-from tests.training.conftest import make_box, s3, store, tiny
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-__all__ = ["make_box", "s3", "store", "tiny"]
+import pytest
+import yaml
+
+os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false")
+
+from training.contract.events import Event, read_events
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class CardRun:
+    """A run in a folder, and the command that starts or resumes it."""
+
+    folder: Path
+    recipe: Path
+    world: Path
+
+    def start(self) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "training.runner", "--recipe", str(self.recipe), "--folder", str(self.folder)]
+        command += ["--model", str(self.world / "model"), "--data-dir", str(self.world / "datasets")]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        log = (self.folder / "log").open("ab")
+        return subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=log, stderr=subprocess.STDOUT)
+
+    def run(self, timeout_s: float) -> None:
+        runner = self.start()
+        try:
+            code = runner.wait(timeout=timeout_s)
+        finally:
+            self.kill(runner)
+        assert code == 0, (self.folder / "log").read_text()[-6000:]
+
+    def kill(self, runner: subprocess.Popen[bytes]) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(runner.pid, signal.SIGKILL)
+        runner.wait()
+
+    def wait_for(self, found: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not found():
+            assert time.monotonic() < deadline, (self.folder / "log").read_text()[-3000:]
+            time.sleep(0.2)
+
+    def of(self, kind: str) -> list[Any]:
+        events: list[Event] = list(read_events(self.folder / "events.jsonl"))
+        return [event for event in events if event.kind == kind]
+
+
+def card_recipe(**changes: Any) -> dict[str, Any]:
+    """The tiny recipe as a card trains it: bfloat16 and the 8-bit optimizer. `changes` replace top-level fields."""
+    data: dict[str, Any] = yaml.safe_load((ROOT / "training" / "recipes" / "tiny-moe.yaml").read_text())
+    data["model"]["dtype"] = "bfloat16"
+    data["box"] |= {"tier": "h200", "device": "cuda"}
+    data["optimizer"] = "adamw_8bit"
+    return data | changes
+
+
+@pytest.fixture
+def card_run(tmp_path: Path) -> Callable[[dict[str, Any], Path], CardRun]:
+    def make(recipe: dict[str, Any], world: Path) -> CardRun:
+        return place(tmp_path, recipe, world)
+
+    return make
+
+
+def place(directory: Path, recipe: dict[str, Any], world: Path) -> CardRun:
+    path = directory / "recipe.yaml"
+    path.write_text(json.dumps(recipe))
+    return CardRun(directory / "run", path, world)

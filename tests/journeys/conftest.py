@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from deployments import rehearsal
 from deployments.processes import Child
 from deployments.seed import store_of
-from deployments.up import running
 from tasks.domain import Receipt
 from tasks.recipes import shipped
 from training.box.store import Store
@@ -29,14 +29,6 @@ ROOT = Path(__file__).parents[2]
 SHORT = ("cpt", "sft")
 # A whole flow takes seconds; a journey that takes minutes hangs.
 JOURNEY_S = 180
-
-
-@pytest.fixture(scope="session")
-def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Prefect server of this session, with a home of its own."""
-    home = tmp_path_factory.mktemp("prefect")
-    with contextlib.chdir(home), running(private_server=True, serve=False, with_market=False) as up:
-        yield up.api_url
 
 
 @dataclass
@@ -64,14 +56,14 @@ class Journey:
         child.process.wait(JOURNEY_S)
         return self.landed(child)
 
-    def recipe(self, *changes: str) -> str:
-        """The counting recipe with some words replaced (old, new, old, new …), as a file of this journey."""
+    def recipe(self, *changes: str, **fields: Any) -> str:
+        """The counting recipe with some words replaced (old, new, old, new …) and some fields, as a file of this journey."""
         text = shipped()["counting"].read_text()
         for old, new in zip(changes[::2], changes[1::2], strict=True):
             assert old in text, f"the recipe has no '{old}'"
             text = text.replace(old, new)
         path = self.folder / "changed.yaml"
-        path.write_text(text)
+        path.write_text(yaml.safe_dump(yaml.safe_load(text) | fields))
         return str(path)
 
     def take_off(self, recipe: str = "counting", **parameters: Any) -> Child:
@@ -121,13 +113,14 @@ class Journey:
     def manifests(self, run: str = "counting") -> list[str]:
         return [info.key for info in self.store.list(f"runs/{run}/manifests/")]
 
-    def wait_for(self, what: Callable[[], bool], seconds: float = 60) -> None:
+    def wait_for(self, what: Callable[[], bool], seconds: float = JOURNEY_S) -> None:
         end = time.monotonic() + seconds
         while not what():
-            assert time.monotonic() < end, "waited in vain; the flow said:\n" + "\n".join(
+            alive = any(child.alive() for child in self.children)
+            time.sleep(0.1)
+            assert what() or (alive and time.monotonic() < end), "waited in vain; the flow said:\n" + "\n".join(
                 child.tail(40) for child in self.children
             )
-            time.sleep(0.1)
 
     def said(self, words: str) -> bool:
         return any(
@@ -167,7 +160,7 @@ def journey(tmp_path: Path, prefect_api: str) -> Iterator[Callable[..., Journey]
 
 
 # The counting trainer reads no weights, but the prefetch moves them: a few hundred kilobytes are enough to be measured.
-_MODEL = {"model.safetensors": os.urandom(300_000), "config.json": b"{}"}
+_MODEL = {"model.safetensors": os.urandom(300_000), "tokenizer.json": b"{}"}
 _CALL = {"type": "function", "function": {"name": "get_weather", "arguments": {"city": "Oslo"}}}
 _TOOLS = [
     {

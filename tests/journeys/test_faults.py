@@ -16,9 +16,9 @@ import pytest
 
 from tasks.domain import ReceiptLine
 from tasks.lease import read_lease
-from tests.journeys.conftest import ROOT, SHORT, Ended, Journey
+from tests.journeys.conftest import JOURNEY_S, ROOT, SHORT, Ended, Journey
 
-pytestmark = pytest.mark.journey
+pytestmark = [pytest.mark.journey, pytest.mark.timeout(600)]
 Make = Callable[..., Journey]
 ALL = ("cpt", "sft", "dpo", "kto", "grpo")
 
@@ -65,7 +65,7 @@ def test_a_box_that_never_boots_an_old_driver_and_a_slow_uplink_are_each_given_b
     here = journey(
         "boot.loading_forever@machine:36001", "box.driver_old@machine:36002", "net.uplink=0.38@machine:36003"
     )
-    ended = here.fly(here.recipe("boot_s: 30", "boot_s: 6"))
+    ended = here.fly(here.recipe("boot_s: 60", "boot_s: 10"))
     completed(here, ended, boxes=4)
     reasons = wasted(here, ended)
     assert "not running after" in reasons[1].reason
@@ -105,18 +105,33 @@ def test_after_sigkill_of_the_flow_two_ticks_of_the_reaper_leave_nothing(journey
     assert receipt.paid_usd == pytest.approx(here.world()["total_usd"], abs=2e-4)
 
 
-def test_sigterm_destroys_and_bills_and_a_run_of_the_same_name_goes_on_from_the_manifests(journey: Make) -> None:
+# Two of a kind tell names from kinds.
+SEVEN = {"cpt": "cpt", "tools": "sft", "style": "sft", "first": "dpo", "kto": "kto", "second": "dpo", "grpo": "grpo"}
+
+
+def _phase(name: str, kind: str, steps: int) -> dict[str, object]:
+    data = f"bucket:datasets/tiny/{kind}.jsonl"
+    return {"name": name, "kind": kind, "data": data, "steps": steps, "learning_rate": 1e-3, "save_every_steps": 10}
+
+
+def test_sigterm_in_the_sixth_of_seven_phases_destroys_and_bills_and_a_run_of_the_same_name_goes_on_with_the_sixth(
+    journey: Make,
+) -> None:
     here = journey(LIVERY_KEEP_BOX="no")
-    child = here.take_off()
-    here.wait_for(lambda: here.said("phase cpt step 20: durable"))
+    # The sixth is longer than the uploads of those before it, which the training does not wait for.
+    phases = [_phase(name, kind, 60 if name == "second" else 4) for name, kind in SEVEN.items()]
+    recipe = here.recipe("step_seconds: 0.05", "step_seconds: 0.2", phases=phases)
+    child = here.take_off(recipe, phases=None)
+    here.wait_for(lambda: any("/second/" in key for key in here.manifests()))
     child.process.terminate()
-    child.process.wait(60)
+    child.process.wait(JOURNEY_S)
     assert here.billed_now() == 0
     assert here.receipt(here.landed(child).flow_run_id).outcome.startswith("interrupted")
-    ended = here.fly()
-    assert ended.code == 0, ended.output[-3000:]
-    assert "phase cpt" not in [line.what for line in here.receipt(ended.flow_run_id).lines]
-    assert here.billed_now() == 0
+    ended = here.fly(recipe, phases=None)
+    assert (ended.code, here.billed_now()) == (0, 0), ended.output[-3000:]
+    assert {key.split("/")[3] for key in here.manifests()} == set(SEVEN)
+    trained = {line.what for line in here.receipt(ended.flow_run_id).lines if line.what.startswith("phase ")}
+    assert "phase grpo" in trained and trained <= {"phase second", "phase grpo"}, "what was durable is not done again"
 
 
 def test_only_a_keep_flag_that_says_yes_keeps_the_box_of_a_failed_run_and_it_has_an_end(journey: Make) -> None:
@@ -124,7 +139,7 @@ def test_only_a_keep_flag_that_says_yes_keeps_the_box_of_a_failed_run_and_it_has
     child = here.take_off()
     here.wait_for(lambda: here.said("phase cpt: 20 steps"))
     child.process.terminate()
-    child.process.wait(60)
+    child.process.wait(JOURNEY_S)
     assert here.billed_now() == 1
     lease = read_lease(here.store, here.landed(child).flow_run_id or "")
     assert lease is not None and lease.hold_until is not None and lease.hold_until < time.time() + 2 * 3600 + 60

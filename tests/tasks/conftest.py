@@ -6,4 +6,5 @@ from tests.tasks.pretend_fixtures import (  # noqa: F401
     market,
     pretend,
     store,
+    whole_store,
 )

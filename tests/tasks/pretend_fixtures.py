@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from tasks.settings import settings
 from tests.tasks.pretend import Clock, Pretend, pretend_market
 from training.box.store import Store
 
-_names = itertools.count()
+BUCKET = "test"
 
 
 @pytest.fixture(scope="session")
@@ -39,18 +39,25 @@ def bucket_admin(bucket_server: Bucket) -> Any:
     return boto3.client("s3", endpoint_url=bucket_server.endpoint_url, region_name=REGION, **keys)
 
 
-@pytest.fixture
-def store(bucket_server: Bucket, bucket_admin: Any) -> Store:
-    """An empty bucket of its own for each test."""
-    name = f"test-{next(_names):04d}"
-    bucket_admin.create_bucket(Bucket=name)
+@pytest.fixture(scope="session")
+def whole_store(bucket_server: Bucket, bucket_admin: Any) -> Store:
+    bucket_admin.create_bucket(Bucket=BUCKET)
     return Store(
-        name,
+        BUCKET,
         endpoint_url=bucket_server.endpoint_url,
         region=REGION,
         access_key_id=bucket_server.control.access_key_id,
         secret_access_key=bucket_server.control.secret_access_key,
     )
+
+
+@pytest.fixture
+def store(whole_store: Store, bucket_admin: Any) -> Iterator[Store]:
+    """An empty bucket. The same one, emptied after each test: a new one waits for its first volume, and has room for so many."""
+    yield copy(whole_store)  # a test may point its own somewhere else
+    for page in bucket_admin.get_paginator("list_objects_v2").paginate(Bucket=BUCKET):
+        if found := page.get("Contents"):
+            bucket_admin.delete_objects(Bucket=BUCKET, Delete={"Objects": [{"Key": item["Key"]} for item in found]})
 
 
 @pytest.fixture
@@ -88,6 +95,7 @@ def environment(
         "LIVERY_BOX_S3_ACCESS_KEY_ID": bucket_server.box.access_key_id,
         "LIVERY_BOX_S3_SECRET_ACCESS_KEY": bucket_server.box.secret_access_key,
         "LIVERY_STATE_DIR": str(tmp_path / "state"),
+        "LIVERY_POLL_S": "0.1",
     }
     for name, value in values.items():
         monkeypatch.setenv(name, value)

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tasks.errors import NoOffers, UserError
@@ -66,6 +68,29 @@ def test_a_recipe_that_does_not_fit_is_refused_before_the_market_is_asked(
     with pytest.raises(UserError, match=r"adapters\.rank"):
         plan_run(recipe(adapters={"rank": 128, "alpha": 128}), market, store, now=NOW)
     assert pretend.calls == []
+
+
+def test_a_model_is_measured_by_the_configuration_of_its_mirror(market: VastMarket, store: Store) -> None:
+    """Another model than the two that are known by their size: with its config.json the plan counts, without it it says that it guesses."""
+    wanted = recipe(model={"size_gb": 40}, step_seconds=30.0)
+    guessed = plan_run(wanted, market, store, now=NOW)
+    assert guessed.memory and not guessed.memory.exact and "estimated from model.size_gb" in plan_table(guessed)
+    config = {"model_type": "qwen3_5_moe_text", "hidden_size": 2048, "vocab_size": 248320, "num_hidden_layers": 24}
+    config |= {"full_attention_interval": 4, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 256}
+    config |= {"linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128}
+    config |= {"linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "num_experts": 256, "num_experts_per_tok": 8}
+    config |= {"moe_intermediate_size": 512, "shared_expert_intermediate_size": 512}
+    store.put_bytes("models/qwen/config.json", json.dumps(config).encode())
+    counted = plan_run(wanted, market, store, now=NOW)
+    assert counted.memory and counted.memory.exact and "estimated" not in plan_table(counted)
+    assert counted.memory.parts["base"] == pytest.approx(42.4, abs=0.1)
+    assert "base 42.4" in plan_table(counted)
+
+
+def test_a_mirror_of_another_family_is_refused(market: VastMarket, store: Store) -> None:
+    store.put_bytes("models/qwen/config.json", b'{"model_type": "llama"}')
+    with pytest.raises(UserError, match=r"model\.source: models/qwen/config\.json: model_type: seen 'llama'"):
+        plan_run(recipe(), market, store, now=NOW)
 
 
 def test_planning_spends_nothing_and_writes_nothing(pretend: Pretend, market: VastMarket, store: Store) -> None:

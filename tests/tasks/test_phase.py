@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
+from tasks.artifacts import Progress, phase_rows
 from tasks.errors import TransferFailed
-from tasks.phase import RunView
+from tasks.phase import RunView, duration
 from tasks.upload import UplinkWatch
-from training.contract.events import CheckpointDurable, PhaseEnd, PhaseStart, RunnerStart, Step, Transfer
+from tests.tasks.pretend import recipe
+from training.contract.events import CheckpointDurable, Heartbeat, PhaseEnd, PhaseStart, RunnerStart, Step, Transfer
 from training.contract.recipe import Budget
 
 BUDGET = Budget(max_usd=1, upload_s=100, stall_s=15)
@@ -94,3 +98,58 @@ def test_a_checkpoint_that_waits_for_its_turn_is_given_its_whole_budget_and_no_m
     now[0] = 101
     with pytest.raises(TransferFailed, match="not durable 101 s after training"):
         watch(view)
+
+
+def step(number: int, **changes: Any) -> Step:
+    given: dict[str, Any] = {
+        "phase": "sft",
+        "step": number,
+        "max_steps": 4,
+        "loss": 1.0,
+        "seconds": 2.0,
+        "tokens": 8000,
+    }
+    given |= {"tokens_per_s": 4000.0, "mfu": 0.2, "mfu_peak": "measured", "usd": 0.001, "usd_total": 0.25}
+    return Step.model_validate({**given, "eta_s": (4 - number) * 60.0, **changes})
+
+
+def test_the_sentence_tells_pace_price_and_what_is_left() -> None:
+    view = RunView()
+    view.absorb([step(1)])
+    assert view.phase("sft").sentence == (
+        "sft step 1/4, loss 1.0000, 2.00 s a step, 4,000 tok/s, MFU 20.0 % of the measured peak, $0.25 on this box so far, "
+        "3 min left in this phase"
+    )
+
+
+def test_what_is_not_known_is_left_out_and_never_shown_as_zero() -> None:
+    view = RunView()
+    view.absorb([step(4, tokens=None, tokens_per_s=None, mfu=None, mfu_peak=None, usd=None, usd_total=None, eta_s=0.0)])
+    assert view.phase("sft").sentence == "sft step 4/4, loss 1.0000, 2.00 s a step"
+    pace = view.phase("sft").pace
+    assert (pace.step_s, pace.tokens_per_s, pace.mfu) == (2.0, None, None)
+
+
+def test_the_pace_of_a_phase_is_the_mean_over_its_steps_and_not_the_last_one() -> None:
+    view = RunView()
+    view.absorb([step(1, seconds=1.0, tokens=1000, mfu=0.4), step(2, seconds=3.0, tokens=1000, mfu=0.2)])
+    pace = view.phase("sft").pace
+    assert (pace.step_s, pace.tokens_per_s) == (2.0, 500.0)
+    assert pace.mfu == pytest.approx((0.4 * 1 + 0.2 * 3) / 4) and pace.usd == pytest.approx(0.002)
+
+
+def test_the_table_of_phases_and_the_progress_show_the_pace() -> None:
+    wanted = recipe(phases=[{"kind": "sft", "data": "bucket:x", "steps": 4, "learning_rate": 1e-4}])
+    view = RunView()
+    view.absorb([step(number) for number in range(1, 5)])
+    view.absorb([Heartbeat(gpu_util_percent=97.0, gpu_power_w=641.0)])
+    percent, sentence = Progress(wanted).state(view)
+    assert percent == 100.0 and sentence.endswith("; GPU 97 % busy, 641 W")
+    view.absorb([PhaseEnd(phase="sft", step=4, max_steps=4, complete=True)])
+    (row,) = phase_rows(wanted, view, {})
+    assert (row["s a step"], row["tok/s"], row["MFU"], row["$ of steps"]) == ("2.00", "4,000", "20.0 %", "0.0040")
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(45, "45 s"), (600, "10 min"), (12_240, "3.4 h")])
+def test_durations_are_told_as_a_person_would(seconds: float, said: str) -> None:
+    assert duration(seconds) == said

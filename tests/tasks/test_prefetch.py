@@ -79,8 +79,9 @@ def test_a_stalled_prefetch_fails_the_host_and_names_the_rate(
     mirror(weed, recipe)
     uplink.freeze()
     prefetch.start(ready, "t")
+    impatient = recipe.model_copy(update={"budget": recipe.budget.model_copy(update={"stall_s": 1})})
     with pytest.raises(TransferFailed, match="Mbps") as caught:
-        prefetch.watch(ready, recipe, poll_s=0.2)
+        prefetch.watch(ready, impatient, poll_s=0.2)
     assert caught.value.blame == "host"
 
 

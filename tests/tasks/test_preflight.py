@@ -84,6 +84,12 @@ def test_an_echo_of_the_command_or_an_old_report_is_no_result() -> None:
     assert preflight.find_reports("--nonce mine", "mine") == []
 
 
+@pytest.mark.parametrize(("floor_mbps", "mib"), [(20, 8), (1000, 32)])
+def test_the_links_are_measured_with_what_their_floor_needs(floor_mbps: float, mib: int) -> None:
+    box = counting_recipe().box.model_copy(update={"min_inet_up_mbps": floor_mbps, "min_inet_down_mbps": floor_mbps})
+    assert preflight.probe_bytes(box) == mib << 20
+
+
 def test_the_import_probe_believes_only_what_imports_there(remote: Remote, box: SshBox, tmp_path: Path) -> None:
     recipe = counting_recipe()
     assign(remote, recipe)

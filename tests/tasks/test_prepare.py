@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import tasks.data
 from deployments import rehearsal
+from tasks.data import check_data
 from tasks.domain import Label, Lease
 from tasks.errors import LiveryError, NoOffers, UserError
 from tasks.lease import write_lease
 from tasks.market.protocol import CreateRequest
 from tasks.offers import best_offer, plan_run
 from tasks.prepare import prepare_run
-from tasks.recipes import shipped
+from tasks.recipes import load_recipe, shipped
 from tasks.run import Run
 from tasks.settings import read_settings
 from tests.journeys.conftest import ROWS, seed, store_of
+from training.box.store import Store
+from training.contract.recipe import Recipe
 
 Change = Callable[[Path], tuple[str, dict[str, str]]]
 FLOW_RUN = "00000000-0000-4000-8000-000000000001"
@@ -115,6 +122,107 @@ def test_a_good_recipe_with_local_data_is_prepared_and_its_data_is_in_the_bucket
     assert source == f"bucket:datasets/by-digest/{run.digests['sft']}.jsonl"
     assert run.store.get_bytes(source.removeprefix("bucket:")) == GOOD_ROW * 4
     assert run.unfinished() and run.phases_left() == run.recipe.phase_names
+
+
+def as_parquet(rows: list[dict[str, Any]], path: Path) -> Path:
+    pyarrow_parquet = pytest.importorskip("pyarrow.parquet")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pyarrow_parquet.write_table(pytest.importorskip("pyarrow").Table.from_pylist(rows), path)
+    return path
+
+
+def test_a_parquet_file_and_a_prefix_of_them_in_the_bucket_become_json_lines_there(
+    prepared: Callable[[Change], Run], tmp_path: Path, world: rehearsal.Rehearsal, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The nulls that the table put beside each call's own argument are gone, and told."""
+    time_call = {"function": {"name": "get_time", "arguments": {"zone": "UTC"}}}
+    asked = ROWS["sft"][0]["messages"][0]
+    other = {"messages": [asked, {"role": "assistant", "content": "", "tool_calls": [time_call]}], "tools": []}
+    rows = [{**ROWS["sft"][0], "tools": []}, other]
+    as_parquet(rows, tmp_path / "mine.parquet")
+    for number, row in enumerate(ROWS["cpt"][:2]):
+        path = as_parquet([row], tmp_path / f"part-{number}.parquet")
+        store_of(world.env).put_bytes(f"datasets/parts/{path.name}", path.read_bytes())
+
+    def change(folder: Path) -> tuple[str, dict[str, str]]:
+        path = Path(edited("bucket:datasets/tiny/sft.jsonl", "mine.parquet")(folder)[0])
+        text = path.read_text()
+        assert "bucket:datasets/tiny/cpt.jsonl" in text
+        path.write_text(text.replace("bucket:datasets/tiny/cpt.jsonl", "bucket:datasets/parts/"))
+        return str(path), {}
+
+    run = prepared(change)
+    for name, wanted in (("sft", rows), ("cpt", ROWS["cpt"][:2])):
+        source = run.recipe.phase(name).data
+        assert source == f"bucket:datasets/by-digest/{run.digests[name]}.jsonl"
+        lines = run.store.get_bytes(source.removeprefix("bucket:"))
+        assert lines is not None and hashlib.sha256(lines).hexdigest() == run.digests[name]
+        assert [json.loads(line) for line in lines.splitlines()] == wanted
+    assert "sft data: mine.parquet: 2 nulls left out of calls' arguments" in caplog.text
+
+
+def test_a_table_that_cannot_be_read_is_told_in_one_sentence(prepared: Callable[[Change], Run], tmp_path: Path) -> None:
+    (tmp_path / "mine.parquet").write_bytes(b"PAR1 and then nothing")
+    with pytest.raises(
+        UserError, match=r"^sft data: 'mine.parquet': mine.parquet: cannot be read as parquet: .*$"
+    ) as caught:
+        prepared(edited("bucket:datasets/tiny/sft.jsonl", "mine.parquet"))
+    assert "\n" not in str(caught.value)
+
+
+def tiny_recipe(folder: Path, rows: list[dict[str, Any]]) -> Recipe:
+    (folder / "mine.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = load_recipe("tiny-moe", {"phases": ["sft"]})
+    phase = recipe.phase("sft").model_copy(update={"data": "mine.jsonl"})
+    return recipe.model_copy(
+        update={"phases": (phase,), "evaluation": recipe.evaluation.model_copy(update={"data": None})}
+    )
+
+
+def test_data_is_checked_by_the_models_own_tokenizer_from_the_bucket(
+    world: rehearsal.Rehearsal, tmp_path: Path
+) -> None:
+    tiny = pytest.importorskip("training.tiny")
+    rows = tiny.datasets()["sft"]
+    tiny.make_tokenizer({"cpt": [], "sft": rows}).save_pretrained(tmp_path / "tokenizer")
+    store = store_of(world.env)
+    for path in (tmp_path / "tokenizer").iterdir():
+        store.put_bytes(f"models/with-tokenizer/{path.name}", path.read_bytes())
+    long = {"messages": [{"role": "user", "content": "Oslo? " * 900}, rows[0]["messages"][1]]}
+    recipe = tiny_recipe(tmp_path, [*rows[:4], long])
+    recipe = recipe.model_copy(
+        update={"model": recipe.model.model_copy(update={"source": "bucket:models/with-tokenizer"})}
+    )
+    first, heading, line, warning = check_data(recipe, tmp_path, lambda: store).splitlines()
+    assert first.startswith("sft: mine.jsonl: 5 rows, sha256 ")
+    told = dict(zip(re.split("  +", heading), re.split("  +", line), strict=True))
+    assert (told["phase"], told["rows"], told["too long"], told["packs"]) == ("sft", "5", "1", "2")
+    assert warning.startswith("warning: sft: mine.jsonl: 1 row (line 5) is without `tools`")
+
+
+def test_what_reads_the_data_is_given_no_secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    interpreter = tmp_path / "python"
+    interpreter.write_text("#!/bin/sh\nenv\n")
+    interpreter.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(interpreter))
+    for name in ("LIVERY_MARKET_API_KEY", "AWS_SECRET_ACCESS_KEY", "HF_TOKEN", "HARMLESS"):
+        monkeypatch.setenv(name, f"value of {name}")
+    _, output, _ = tasks.data._training_data("convert")
+    assert "value of HARMLESS" in output and output.count("value of ") == 1
+
+
+def test_data_is_checked_without_a_bucket_where_nothing_lies_there(tmp_path: Path) -> None:
+    recipe = tiny_recipe(tmp_path, ROWS["sft"][:2])
+    hub = recipe.model.model_copy(update={"source": f"hub:owner/name@{'a' * 40}"})
+
+    def no_bucket() -> Store:
+        raise AssertionError("the bucket was opened")
+
+    told = check_data(recipe.model_copy(update={"model": hub}), tmp_path, no_bucket)
+    assert "2 rows" in told and "the same as an earlier one" in told and "no checks by the tokenizer: hub:" in told
+    (tmp_path / "mine.jsonl").write_bytes(GOOD_ROW + b"{oops\n")
+    with pytest.raises(UserError, match=r"^sft data: mine\.jsonl: line 2: not JSON"):
+        check_data(recipe, tmp_path, no_bucket)
 
 
 def test_a_budget_below_any_box_finds_no_offer_and_names_the_field(prepared: Callable[[Change], Run]) -> None:

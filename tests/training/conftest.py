@@ -51,6 +51,10 @@ class Box:
     def assignment(self) -> Path:
         return self.root / "recipe.json"
 
+    @property
+    def store(self) -> Store:
+        return Store.from_environment(Assignment.model_validate_json(self.assignment.read_text()).bucket)
+
     def start(self) -> subprocess.Popen[bytes]:
         """The runner as the supervisor starts it, in a process group of its own."""
         return subprocess.Popen(
@@ -60,6 +64,18 @@ class Box:
             stdout=(self.root / "log").open("ab"),
             stderr=subprocess.STDOUT,
         )
+
+    def run_here(self) -> int:
+        """The runner in this process, which spares the seconds that torch's import takes."""
+        from training.runner import main
+
+        handler, environment = signal.getsignal(signal.SIGTERM), dict(os.environ)
+        try:
+            return main(["--assignment", str(self.assignment)])
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+            os.environ.clear()
+            os.environ.update(environment)
 
     def run(self, timeout_s: float = 120) -> int:
         runner = self.start()
@@ -152,6 +168,93 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@dataclass
+class Cascade:
+    """A run of seven phases that went through, on a bucket that also kept what the run had dropped."""
+
+    box: Box
+    bucket: Path
+    cpu_s: float
+
+    @property
+    def store(self) -> Store:
+        return Store.from_environment(f"folder:{self.bucket}")
+
+    @property
+    def ends(self) -> dict[str, Any]:
+        return {event.phase: event for event in self.box.of("phase_end")}
+
+
+def seven_phases() -> Recipe:
+    """The tiny recipe as the most that a run may be: two SFT and two DPO phases with names and data of their own, GRPO with a KL term."""
+    of = {phase["kind"]: phase for phase in recipe_of("tiny-moe").model_dump(mode="json")["phases"]}
+
+    def phase(kind: str, steps: int, **changes: Any) -> dict[str, Any]:
+        return of[kind] | {"steps": steps, "save_every_steps": -(-steps // 2)} | changes
+
+    return recipe_of(
+        "tiny-moe",
+        phases=[
+            phase("cpt", 4),
+            phase("sft", 50),
+            phase("sft", 4, name="sft-again", learning_rate=1e-3),
+            phase("dpo", 4, accumulation=2),
+            phase("dpo", 2, name="dpo-again"),
+            phase("kto", 4),
+            phase("grpo", 4, beta=0.05),
+        ],
+    )
+
+
+@pytest.fixture(scope="session")
+def cascade(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Cascade:
+    """The uninterrupted run, in this process."""
+    from training.box.folder import FolderStore
+
+    root = tmp_path_factory.mktemp("cascade")
+    box = place_box(root / "box", {}, seven_phases(), "cascade", tiny, bucket=f"folder:{root / 'bucket'}")
+    for name in ("sft-again", "dpo-again"):
+        path = box.root / "data" / f"{name}.jsonl"
+        path.write_text("".join(reversed(path.read_text().splitlines(keepends=True))))
+    before = time.process_time()
+    with pytest.MonkeyPatch.context() as patch:
+        # The checkpoints in the middle of a phase are what a lost box would leave; the run itself drops them when the phase is done.
+        patch.setattr(FolderStore, "delete", lambda self, key: None)
+        code = box.run_here()
+    assert code == 0, box.of("abort")
+    cascade = Cascade(box, root / "bucket", time.process_time() - before)
+    steps = len(box.of("step"))
+    print(f"cascade: {len(cascade.ends)} phases, {steps} steps in {cascade.cpu_s:.1f} CPU-seconds on one thread")
+    return cascade
+
+
+def desk_of(box: Box, phase: str, start: Path | None = None, stop: Any = None) -> Any:
+    """A phase's desk in the box's folder, for a test that calls its parts in this process. Close its uploader."""
+    import threading
+
+    from training.checkpoint import Checkpoints, Identity, Uploader
+    from training.contract.events import EventLog
+    from training.phases.desk import Desk, Home, Pulse
+    from training.runner import versions
+
+    home = Home(box.root)
+    assignment = Assignment.model_validate_json(box.assignment.read_text())
+    store = Store.from_environment(assignment.bucket)
+    checkpoints = Checkpoints(store, assignment.run, home.work / "staging", lambda *_: None)
+    return Desk(
+        assignment=assignment,
+        phase=assignment.recipe.phase(phase),
+        home=home,
+        events=EventLog(home.events),
+        pulse=Pulse(),
+        stop=stop or threading.Event(),
+        uploader=Uploader(box.assignment, home.work / "staging", checkpoints, lambda *_: None),
+        store=store,
+        identity=Identity("d", "", versions(counting=False), None, ("adapter_model.safetensors",)),
+        start=start,
+    )
+
+
 def recipe_of(name: str, **changes: Any) -> Recipe:
     """A shipped recipe; `changes` replace top-level fields."""
     data = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
@@ -168,17 +271,32 @@ def make_box(tmp_path: Path, s3: dict[str, str]) -> Callable[..., Box]:
     return make
 
 
-def place_box(root: Path, s3: dict[str, str], recipe: Recipe, run: str, world: Path | None = None) -> Box:
+@pytest.fixture
+def make_local(tmp_path: Path) -> Callable[..., Box]:
+    """As make_box, with a folder for the bucket, the same for all boxes of a test."""
+
+    def make(recipe: Recipe, run: str, world: Path | None = None) -> Box:
+        root = tmp_path / f"box-{len(list(tmp_path.glob('box-*')))}"
+        return place_box(root, {}, recipe, run, world, bucket=f"folder:{tmp_path / 'bucket'}")
+
+    return make
+
+
+def place_box(
+    root: Path, s3: dict[str, str], recipe: Recipe, run: str, world: Path | None = None, bucket: str = BUCKET
+) -> Box:
+    """Each phase finds the data of its own name or, without such a file, of its kind."""
     (root / "data").mkdir(parents=True)
     if world is not None:
         (root / "model").symlink_to(world / "model")
-        for path in (world / "datasets").iterdir():
-            shutil.copy(path, root / "data")
+        for name, kind in [(phase.name, phase.kind) for phase in recipe.phases] + [("evaluation", "evaluation")]:
+            own = world / "datasets" / f"{name}.jsonl"
+            shutil.copy(own if own.exists() else own.with_stem(kind), root / "data" / f"{name}.jsonl")
         files = [path for folder in ("data", "model") for path in (root / folder).iterdir()]
         entries = {str(path.relative_to(root)): {"bytes": path.stat().st_size} for path in files}
         (root / "prefetched.json").write_text(json.dumps({"files": entries}))
     assignment = Assignment(
-        recipe=recipe, run=run, flow_run_id="a" * 36, attempt=1, bucket=BUCKET, hard_end=4_000_000_000, dph_usd=1.0
+        recipe=recipe, run=run, flow_run_id="a" * 36, attempt=1, bucket=bucket, hard_end=4_000_000_000, dph_usd=1.0
     )
     (root / "recipe.json").write_text(assignment.model_dump_json())
     (root / "private.env").write_text("".join(f"{name}={value}\n" for name, value in s3.items()))

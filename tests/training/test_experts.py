@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from peft import LoraConfig, get_peft_model
 
 from tests.training.conftest import recipe_of
 from training import experts
+from training.errors import LivenessError
 from training.model import attach, load_base, lora_config
 
 RECIPE = recipe_of("tiny-moe")
@@ -60,13 +62,83 @@ def test_reading_lora_b_with_the_experts_slowest_would_be_seen(
     stock, ours = both
     right = experts._factors
 
-    def wrong(wrapper: Any, adapter: str) -> tuple[torch.Tensor, torch.Tensor, float]:
-        a, _, scale = right(wrapper, adapter)
-        flat = wrapper.lora_B[adapter].weight
-        return a, flat.reshape(flat.shape[0], wrapper.num_experts, -1).permute(1, 0, 2).contiguous(), scale
+    def wrong(lora: experts.Lora, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, float]:
+        a, _, scale = right(lora, dtype)
+        return a, lora.B.reshape(lora.B.shape[0], lora.num_experts, -1).permute(1, 0, 2).contiguous(), scale
 
     monkeypatch.setattr(experts, "_factors", wrong)
     assert float((logits(ours) - logits(stock)).abs().max()) > 1e-2
+
+
+def test_a_second_adapter_is_honoured_alone_and_together_with_the_first(both: tuple[Any, Any]) -> None:
+    """GRPO's reference is one; PEFT adds the deltas of all that are active."""
+    for model in both:
+        model.add_adapter("ref", model.peft_config["default"])
+        trained(model, seed=2)
+    both[1].load_state_dict(both[0].state_dict())
+    answers = []
+    for active in ("default", "ref", ["default", "ref"]):
+        for model in both:
+            model.base_model.set_adapter(active)
+        stock, ours = (logits(model).detach() for model in both)
+        torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-4)
+        answers.append(ours)
+    assert all(float((a - b).abs().max()) > 1e-2 for a, b in itertools.combinations(answers, 2))
+
+
+def test_another_layer_may_do_the_whole_routed_computation(both: tuple[Any, Any]) -> None:
+    """It gets the masters in PEFT's flat layout, and its gradients reach them."""
+    seen: list[tuple[str, torch.dtype]] = []
+
+    def one_expert_after_another(
+        base: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, active: experts.Active
+    ) -> torch.Tensor:
+        seen.extend((name, lora.B.dtype) for name, loras in active.items() for lora in loras)
+        out = torch.zeros_like(hidden)
+        for expert in range(base.num_experts):
+            token, place = torch.where(ids == expert)
+
+            def linear(x: torch.Tensor, name: str, expert: int = expert) -> torch.Tensor:
+                y = x @ getattr(base, name)[expert].T
+                for lora in active[name]:
+                    y = y + lora.scaling * (x @ lora.a_ERX()[expert].T) @ lora.b_EOR()[expert].T
+                return y
+
+            y = linear(base._apply_gate(linear(hidden[token], "gate_up_proj")), "down_proj")
+            out = out.index_add(0, token, y * weights[token, place, None])
+        return out
+
+    stock, ours = both
+    assert experts.install(ours, layer=one_expert_after_another) == 4
+    torch.testing.assert_close(logits(ours), logits(stock), rtol=1e-4, atol=1e-4)
+    assert set(seen) == {("gate_up_proj", torch.float32), ("down_proj", torch.float32)}
+    for model in both:
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    for (name, wanted), (_, got) in zip(stock.named_parameters(), ours.named_parameters(), strict=True):
+        if wanted.grad is not None:
+            torch.testing.assert_close(got.grad, wanted.grad, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_an_unknown_layout_is_refused_when_it_is_attached(both: tuple[Any, Any]) -> None:
+    name, wrapper = next(experts.outer_wrappers(both[1]))
+    wrapper.base_layer.base_layer.has_bias = True
+    with pytest.raises(LivenessError, match="has_bias is True") as caught:
+        experts.install(both[1])
+    assert (caught.value.stage, caught.value.tensor) == ("attach", name)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA card")
+def test_on_a_gpu_no_layer_of_experts_waits_for_the_host(both: tuple[Any, Any]) -> None:
+    ours = both[1].to("cuda", torch.bfloat16)
+    assert not experts.forward_syncs(ours)
+    experts.install(ours, grouped_mm=experts.reference_grouped_mm)
+    assert experts.forward_syncs(ours), "a loop over the experts reads their counts on the host"
+
+
+def test_asking_whether_the_host_waits_wants_a_gpu(both: tuple[Any, Any]) -> None:
+    with pytest.raises(ValueError, match="want a model on a GPU"):
+        experts.forward_syncs(both[1])
 
 
 def test_torch_grouped_mm_equals_the_plain_reference_with_an_empty_expert() -> None:
@@ -120,9 +192,13 @@ def test_merging_gives_the_same_answers(both: tuple[Any, Any]) -> None:
 
 def test_every_forward_is_counted_and_a_replaced_one_is_named(both: tuple[Any, Any]) -> None:
     ours = both[1]
-    before = experts.calls(ours)
     logits(ours)
-    assert all(count == before[name] + 1 for name, count in experts.calls(ours).items())
+    with torch.no_grad():
+        logits(ours)
+        with ours.disable_adapter():
+            logits(ours)
+    for which, wanted in (("calls", 3), ("adapted", 2), ("trained", 1)):
+        assert set(experts.calls(ours, which).values()) == {wanted}, which
     assert experts.replaced(ours) == {}
     name, wrapper = next(experts.outer_wrappers(ours))
     wrapper.forward = types.MethodType(somebody_elses_forward, wrapper)

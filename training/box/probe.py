@@ -12,6 +12,7 @@ import argparse
 import importlib
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import sys
@@ -44,7 +45,12 @@ def main(argv: list[str]) -> int:
     imports = probe_imports(recipe, options.constraints, options.nonce)
     print(imports.model_dump_json(), flush=True)
     if imports.ok:
-        print(probe_device(recipe, options.nonce).model_dump_json(), flush=True)
+        device = probe_device(recipe, options.nonce)
+        print(device.model_dump_json(), flush=True)
+        # The trainer holds its own speed against what this card reached here.
+        (options.assignment.expanduser().parent / Path(layout.BOX_DEVICE_FACTS).name).write_text(
+            json.dumps(device.facts)
+        )
     return 0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import errno
+import functools
 import hashlib
 import io
 import os
@@ -63,6 +64,18 @@ class ObjectInfo:
     """Epoch seconds."""
 
 
+# Using a client is safe in many threads, making one is not.
+_making_a_client = threading.Lock()
+
+
+@functools.cache
+def _session() -> Any:
+    """One a process: it keeps S3's description, a tenth of a second to read, for the next client."""
+    import boto3  # most of a second: a process that only names this module's errors does not pay it
+
+    return boto3.session.Session()
+
+
 class Store:
     """One bucket. Thread-safe; every call gives up by itself (a few attempts, `stall_s` each)."""
 
@@ -77,23 +90,26 @@ class Store:
         stall_s: float = 15,
         session_token: str | None = None,
     ) -> None:
-        import boto3  # most of a second: a process that only names this module's errors does not pay it
-
         self.bucket = bucket
         self.where = f"bucket '{bucket}'" + (f" at {endpoint_url}" if endpoint_url else "")
-        self._client: Any = boto3.session.Session().client(
-            "s3",
-            endpoint_url=endpoint_url,
-            region_name=region,
-            aws_access_key_id=access_key_id,
-            aws_secret_access_key=secret_access_key,
-            aws_session_token=session_token,
-            config=_config(stall_s, path_style=endpoint_url is not None),
-        )
+        with _making_a_client:
+            self._client: Any = _session().client(
+                "s3",
+                endpoint_url=endpoint_url,
+                region_name=region,
+                aws_access_key_id=access_key_id,
+                aws_secret_access_key=secret_access_key,
+                aws_session_token=session_token,
+                config=_config(stall_s, path_style=endpoint_url is not None),
+            )
 
     @classmethod
     def from_environment(cls, bucket: str, environ: Mapping[str, str] = os.environ, *, stall_s: float = 15) -> Store:
-        """A store from the usual AWS_* variables; StoreError names each one that is missing."""
+        """A store from the usual AWS_* variables; StoreError names each one that is missing. `folder:/path` is a folder of this machine."""
+        if bucket.startswith("folder:"):
+            from training.box.folder import FolderStore
+
+            return FolderStore(Path(bucket.removeprefix("folder:")))
         missing = [name for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY") if not environ.get(name)]
         if missing:
             raise StoreError(f"bucket '{bucket}': {' and '.join(missing)} not set in the environment")

@@ -1,14 +1,14 @@
 """Moves the model and the data to the box and checkpoints to the bucket. Runs in the small transfer environment.
 
     python -m training.box.transfer prefetch --assignment FILE
-    python -m training.box.transfer upload   --assignment FILE --directory DIR
+    python -m training.box.transfer upload   --assignment FILE --directory DIR [--claim N]
     python -m training.box.transfer links    --assignment FILE --nonce N [--bytes N] [--seconds S]
 
 The work is done by a child process that can be killed, because some ways of hanging cannot be interrupted from inside. The parent
 counts what moves; when nothing does for `budget.stall_s` it ends the child and tries again with other settings, three times in all.
 
 Exit codes: 0 done; 1 another failure; 2 the user's or the configuration's (denied, missing, a manifest that lies); 3 stalled or too
-slow although other settings were tried.
+slow although other settings were tried; 5 fenced, since a newer runner has claimed the run.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from training.box.store import PART_BYTES, Store, StoreDenied, StoreError, Store
 from training.box.supervisor import read_env_file
 from training.contract import layout
 from training.contract.checks import Check, CheckReport
+from training.contract.claims import ClaimError, newest_claim
 from training.contract.events import CheckpointDurable, Event, EventLog, Notice, Transfer
 from training.contract.manifest import Manifest, ManifestError, parse_manifest
 from training.contract.recipe import Assignment, Recipe
 
-OK, FAILED, USER, STALLED = 0, 1, 2, 3
+OK, FAILED, USER, STALLED, FENCED = 0, 1, 2, 3, 5
 EVENT_EVERY_S = 2.0
 START_S = 60.0
 MARKER = "prefetched.json"
@@ -54,6 +55,10 @@ class Stalled(Exception):
 
 class Refused(Exception):
     """The user's or the configuration's fault; another try or another box would end alike."""
+
+
+class Fenced(Exception):
+    """A newer runner has claimed the run: this one must write no manifest any more."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("verb", choices=verbs)
     parser.add_argument("--assignment", type=Path, default=Path.home() / layout.BOX_ASSIGNMENT)
     parser.add_argument("--directory", type=Path)
+    parser.add_argument("--claim", type=int, help="the claim to write under; by default the manifest's own")
     parser.add_argument("--attempt", type=int, default=0)
     parser.add_argument("--nonce", default="")
     parser.add_argument("--bytes", type=int, default=32 << 20)
@@ -93,8 +99,10 @@ def main(argv: list[str]) -> int:
     child = options.verb.endswith("-child")
     try:
         return _dispatch(options)
-    except (StoreDenied, Refused, ManifestError) as error:
+    except (StoreDenied, Refused, ManifestError, ClaimError) as error:
         return _end(error, USER, child=child)
+    except Fenced as error:
+        return _end(error, FENCED, child=child)
     except (Stalled, StoreUnreachable) as error:
         return _end(error, STALLED, child=child)
     except StoreError as error:
@@ -124,31 +132,35 @@ def prefetch(assignment_path: Path, *, home: Path | None = None, environ: Mappin
 
 
 def upload_checkpoint(
-    assignment_path: Path, directory: Path, *, home: Path | None = None, environ: Mapping[str, str] = os.environ
+    assignment_path: Path,
+    directory: Path,
+    claim: int | None = None,
+    *,
+    home: Path | None = None,
+    environ: Mapping[str, str] = os.environ,
 ) -> int:
     """Make the checkpoint in `directory` durable: blobs first, its manifest last. Bytes really sent; 0 if all was there.
 
-    Idempotent: a blob that is in the bucket is not sent again, and the manifest is the same bytes.
+    Idempotent: a blob that is in the bucket is not sent again, and the manifest is the same bytes. Fenced if a higher claim than `claim`
+    (by default the manifest's) has been made.
     """
     assignment, home = _assignment(assignment_path), home or assignment_path.parent
     manifest = read_local_manifest(directory)
     events, began = EventLog(home / "events.jsonl"), time.monotonic()
     budget = assignment.recipe.budget
     command = [sys.executable, "-m", "training.box.transfer", "upload-child", "--assignment", str(assignment_path)]
-    child = _supervise(
-        [*command, "--directory", str(directory)], events, "up", budget.stall_s, budget.upload_s, environ
-    )
-    events.emit(
-        CheckpointDurable(
-            phase=manifest.phase,
-            step=manifest.step,
-            manifest=layout.manifest(assignment.run, manifest.phase, manifest.step),
-            bytes=child.sent,
-            seconds=round(time.monotonic() - began, 3),
-            complete=manifest.complete,
-        )
-    )
+    command += ["--directory", str(directory)] + (["--claim", str(claim)] if claim is not None else [])
+    child = _supervise(command, events, "up", budget.stall_s, budget.upload_s, environ)
+    events.emit(_durable(assignment.run, manifest, child.sent, began))
     return child.sent
+
+
+def store_checkpoint(store: Store, run: str, directory: Path, claim: int, events: EventLog) -> int:
+    """As upload_checkpoint, in this process: for a bucket that cannot hang, which is a folder."""
+    manifest, began = read_local_manifest(directory), time.monotonic()
+    sent = _send(store, run, directory, claim, _Voice(mute=True), 1)
+    events.emit(_durable(run, manifest, sent, began))
+    return sent
 
 
 def read_local_manifest(directory: Path) -> Manifest:
@@ -223,7 +235,7 @@ def _dispatch(options: argparse.Namespace) -> int:
     if options.verb == "prefetch":
         prefetch(options.assignment)
     elif options.verb == "upload":
-        upload_checkpoint(options.assignment, options.directory)
+        upload_checkpoint(options.assignment, options.directory, options.claim)
     elif options.verb == "links":
         assignment = _assignment(options.assignment)
         store = Store.from_environment(assignment.bucket)
@@ -232,7 +244,7 @@ def _dispatch(options: argparse.Namespace) -> int:
     elif options.verb == "prefetch-child":
         _prefetch_here(_assignment(options.assignment), options.assignment.parent, options.attempt)
     else:
-        _upload_here(_assignment(options.assignment), options.directory, options.attempt)
+        _upload_here(_assignment(options.assignment), options.directory, options.claim, options.attempt)
     return OK
 
 
@@ -253,6 +265,8 @@ def _supervise(
             return account
         if code == USER:
             raise Refused(account.error or "the transfer was refused without a reason")
+        if code == FENCED:
+            raise Fenced(account.error or "a newer runner has claimed the run")
         said = f"{what}, try {attempt + 1}: {how} ({reporter.told(account)})"
         if time.monotonic() >= deadline:
             raise Stalled(f"{said}; the budget of {budget_s:.0f} s is used up")
@@ -274,7 +288,7 @@ def _persist(
         sent_before = account.sent
         code = _watch(command, account, reporter, pulse, stall_s, deadline, environ)
         account.sent += sent_before
-        if code in (OK, USER):
+        if code in (OK, USER, FENCED):
             return code, ""
         if code is None or pulse.still_s() > stall_s or time.monotonic() >= deadline:
             return code, f"no byte moved for {pulse.still_s():.0f} s" if pulse.still_s() > stall_s else account.error
@@ -404,7 +418,8 @@ class _Reporter:
 class _Voice:
     """The child's side: says on stdout what moved, at most every half second, and at once when something is whole."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, mute: bool = False) -> None:
+        self._mute = mute
         self._lock = threading.Lock()
         self._said_at = 0.0
         self._moved = 0
@@ -427,7 +442,7 @@ class _Voice:
             self._say({}, due=True)
 
     def _say(self, word: dict[str, Any], *, due: bool) -> None:
-        if due:
+        if due and not self._mute:
             self._said_at = time.monotonic()
             print(json.dumps({**word, "moved": self._moved, "sent": self._sent}), flush=True)
 
@@ -500,17 +515,24 @@ def _download_all(
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _upload_here(assignment: Assignment, directory: Path, attempt: int) -> None:
-    """The child of upload. Small blobs first: if the link dies midway, what is there by then is most of the files.
+def _upload_here(assignment: Assignment, directory: Path, claim: int | None, attempt: int) -> None:
+    """The child of upload."""
+    voice = _Voice()
+    if claim is None:
+        claim = parse_manifest((directory / "manifest.json").read_bytes(), str(directory)).claim
+    _send(_child_store(assignment), assignment.run, directory, claim, voice, _WORKERS[attempt])
+
+
+def _send(store: Store, run: str, directory: Path, claim: int, voice: _Voice, workers: int) -> int:
+    """Small blobs first: if the link dies midway, what is there by then is most of the files. Bytes sent.
 
     The manifest is the very last request: a checkpoint exists only when its manifest does.
     """
+    require_unclaimed(store, run, claim)
     manifest_bytes = (directory / "manifest.json").read_bytes()
     manifest = parse_manifest(manifest_bytes, str(directory / "manifest.json"))
-    voice = _Voice()
-    store = _child_store(assignment)
     blobs = {entry.sha256: (name, entry.bytes) for name, entry in manifest.files.items()}
-    total, before = sum(size for _, size in blobs.values()), 0
+    total, before, sent = sum(size for _, size in blobs.values()), 0, 0
     what = f"upload {manifest.phase}/{manifest.step}"
     voice.progress(what, 0, total)
     for sha256, (name, size) in sorted(blobs.items(), key=lambda item: item[1][1]):
@@ -518,14 +540,25 @@ def _upload_here(assignment: Assignment, directory: Path, attempt: int) -> None:
         def progress(done: int, _: int, before: int = before) -> None:
             voice.progress(what, before + done, total)
 
-        key = layout.blob(assignment.run, sha256)
-        voice.sent(
-            store.upload_file(
-                directory / name, key, sha256=sha256, progress=progress, moved=voice.moved, workers=_WORKERS[attempt]
-            )
+        key = layout.blob(run, sha256)
+        count = store.upload_file(
+            directory / name, key, sha256=sha256, progress=progress, moved=voice.moved, workers=workers
         )
-        before += size
-    store.put_bytes(layout.manifest(assignment.run, manifest.phase, manifest.step), manifest_bytes)
+        voice.sent(count)
+        before, sent = before + size, sent + count
+    require_unclaimed(store, run, claim)
+    store.put_bytes(layout.manifest(run, manifest.phase, manifest.step), manifest_bytes)
+    return sent
+
+
+def require_unclaimed(store: Store, run: str, claim: int) -> None:
+    """Fenced if a runner newer than the one of `claim` is at work on the run."""
+    newest = newest_claim(store, run)
+    if newest is not None and newest.number > claim:
+        raise Fenced(
+            f"run {run}: claim {newest.number} of flow run {newest.flow_run_id}, attempt {newest.attempt}, has superseded ours ({claim});"
+            " this box writes nothing any more. Nothing is lost: the other goes on from the last checkpoint"
+        )
 
 
 def _measure_up(store: Store, prefix: str, size: int, seconds: float) -> tuple[float, list[str]]:
@@ -576,6 +609,17 @@ def _rate_check(name: str, seen: float, floor: float, purpose: str) -> Check:
         unit="Mbps",
         purpose=purpose,
         remedy="" if good else "next offer",
+    )
+
+
+def _durable(run: str, manifest: Manifest, sent: int, began: float) -> CheckpointDurable:
+    return CheckpointDurable(
+        phase=manifest.phase,
+        step=manifest.step,
+        manifest=layout.manifest(run, manifest.phase, manifest.step),
+        bytes=sent,
+        seconds=round(time.monotonic() - began, 3),
+        complete=manifest.complete,
     )
 
 

@@ -58,9 +58,21 @@ class Step(_Event):
     seconds: float
     learning_rate: float | None = None
     grad_norm: float | None = None
+    grad_norms: dict[str, float] = {}
+    """Norm of the gradient a LoRA group, as clipped."""
     tokens: int | None = None
+    """Real tokens, without padding, of all micro-batches of this step, counted on their way into the model."""
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    """Share of the card's peak that went into useful arithmetic (training.contract.flops); None on a CPU and where the model is not understood."""
+    mfu_peak: Literal["measured", "data sheet"] | None = None
+    """Which peak: what the device probe reached on this very card, or what its maker promises."""
     usd: float | None = None
+    """This step's seconds at the box's price."""
+    usd_total: float | None = None
+    """Since the runner started on this box, pauses and loading included. The bill is the market's."""
     eta_s: float | None = None
+    """To the end of this phase."""
     metrics: dict[str, float] = {}
     """What the method logs of itself: reward, reward_std, rewards/chosen, kl, entropy …"""
 
@@ -73,6 +85,11 @@ class Heartbeat(_Event):
     step: int | None = None
     in_step_s: float | None = None
     memory_mb: float | None = None
+    """Of the runner, in the box's own memory."""
+    gpu_util_percent: float | None = None
+    gpu_power_w: float | None = None
+    """A throttled card looks busy and draws little."""
+    gpu_memory_mb: float | None = None
 
 
 class GroupState(Frozen):
@@ -97,7 +114,7 @@ class Guard(_Event):
     phase: str
     step: int
     stage: str
-    """attach | canary | step1 | step2 | end"""
+    """Where it was made: versions, load, attach, static, canary, step1, step2, running, rollout, reference, checkpoint, restore, end …"""
     groups: dict[str, float] = {}
     """Per group what the stage measured: gradient norm, loss moved by noise, change."""
 
@@ -181,6 +198,8 @@ class Abort(_Event):
 
     kind: Literal["abort"] = "abort"
     phase: str | None = None
+    stage: str | None = None
+    """The liveness check that failed, if it was one."""
     reason: str
     group: str | None = None
     tensor: str | None = None

@@ -10,12 +10,17 @@ BOX_PRIVATE_ENV = f"{BOX_HOME}/private.env"  # 0600: bucket credentials, hub tok
 BOX_INSTANCE_ENV = f"{BOX_HOME}/instance.env"  # 0600: the per-instance key, written by onstart
 BOX_ALIVE = f"{BOX_HOME}/alive"  # touched by the flow's lease thread; the dead-man switch reads its age
 BOX_EVENTS = f"{BOX_HOME}/events.jsonl"
+BOX_ABORTED = f"{BOX_HOME}/aborted.json"  # why the last runner gave up for good; gone when one starts
+BOX_DEVICE_FACTS = f"{BOX_HOME}/device.json"  # what the device probe measured, for whoever trains there
 BOX_JOBS = f"{BOX_HOME}/jobs"
 BOX_TRANSFER_VENV = f"{BOX_HOME}/venv-transfer"
 BOX_TRAIN_VENV = f"{BOX_HOME}/venv-train"
 BOX_MODEL = f"{BOX_HOME}/model"
 BOX_DATA = f"{BOX_HOME}/data"
 BOX_WORK = f"{BOX_HOME}/work"
+
+PROBE = "probe.json"
+"""Beside the last adapter and in its export: a prompt and the answers of base and adapter, to hold any server against."""
 
 
 def lease(flow_run_id: str) -> str:
@@ -54,6 +59,20 @@ def phase_manifests(name: str, phase: str) -> str:
 
 def manifest(name: str, phase: str, step: int) -> str:
     return f"{phase_manifests(name, phase)}{step:08d}.json"
+
+
+def claims(name: str) -> str:
+    return f"runs/{name}/claims/"
+
+
+def claim(name: str, number: int) -> str:
+    """Who writes the run's manifests; see training.contract.claims."""
+    return f"{claims(name)}{number:08d}.json"
+
+
+def references(name: str, digest: str) -> str:
+    """Log-probabilities of a phase's reference policy, under the digest of all that decides them."""
+    return f"runs/{name}/references/{digest}.json"
 
 
 def adapter(name: str) -> str:

@@ -31,6 +31,16 @@ class FileEntry(Frozen):
     bytes: int = Field(ge=0)
 
 
+class Parent(Frozen):
+    """The last manifest of the phase before: its key, and the sha256 of its bytes, so that an overwritten one is noticed."""
+
+    key: str
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+    def __str__(self) -> str:
+        return f"{self.key} (sha256 {self.sha256[:12]})"
+
+
 class Manifest(Frozen):
     """One durable checkpoint of one phase. Its blobs lie under their sha256, shared by all checkpoints of the run."""
 
@@ -44,8 +54,10 @@ class Manifest(Frozen):
     """`Recipe.phase_digest`: what decided these weights."""
     data_sha256: str
     """sha256 of the phase's dataset file."""
-    parent: str | None
-    """Key of the manifest the phase began from; None for the first phase."""
+    parent: Parent | None
+    """The manifest that the phase began from; None for the first phase."""
+    claim: int = 0
+    """Number of the claim under which it was written; see training.contract.claims."""
     versions: dict[str, str]
     files: dict[str, FileEntry]
     """Relative path in the checkpoint directory to its content."""

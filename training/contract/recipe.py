@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from training.contract.families import FAMILIES, Group
 from training.contract.model import Frozen, explain
 
 PhaseKind = Literal["cpt", "sft", "dpo", "kto", "grpo"]
-Group = Literal["attention", "linear_attention", "shared_expert", "routed_experts"]
 Tier = Literal["rtxpro6000", "h200", "b200", "rehearsal"]
 Allowance = Literal["slow_experts", "unpacked", "fewer_groups"]
 RUN_NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,39}$")
@@ -31,11 +31,18 @@ class Model(Frozen):
 
     source: str
     """`hub:OWNER/NAME@REVISION` (a 40-digit commit) or `bucket:PREFIX` (a mirror in the run's own bucket)."""
-    family: Literal["qwen3_5_moe", "qwen3_moe"]
-    """The architecture, which says where its routed experts are. `qwen3_5_moe` covers Qwen3.5 and Qwen3.6."""
+    family: str
+    """The architecture, one of training.contract.families, which says where its routed experts are. `qwen3_5_moe` covers Qwen3.5 and Qwen3.6."""
     size_gb: float = Field(gt=0)
     """Bytes to prefetch in GB (10^9); sets the prefetch budget and the disk."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+
+    @field_validator("family")
+    @classmethod
+    def _family(cls, value: str) -> str:
+        if value not in FAMILIES:
+            raise ValueError(f"want one of {', '.join(FAMILIES)}")
+        return value
 
     @field_validator("source")
     @classmethod
@@ -267,9 +274,10 @@ class Recipe(Frozen):
             raise ValueError("trainer: 'counting' goes with box.device: none, and only with it")
         if (self.box.tier == "rehearsal") == (self.box.device == "cuda"):
             raise ValueError("box.device: the rehearsal tier has no GPU (cpu or none); every other tier wants cuda")
-        if self.model.family == "qwen3_moe" and {"linear_attention", "shared_expert"} & set(self.adapters.groups):
+        known = FAMILIES[self.model.family].groups
+        if strange := [group for group in self.adapters.groups if group not in known]:
             raise ValueError(
-                "adapters.groups: Qwen3-MoE has neither linear_attention nor shared_expert; name attention and routed_experts"
+                f"adapters.groups: {self.model.family} has no {' and no '.join(strange)}; name some of {', '.join(known)}"
             )
         return self
 

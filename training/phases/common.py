@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PrinterCallback
 
 from training import experts, liveness, packing
 from training.checkpoint import ADAPTER_FILES
 from training.contract.recipe import GrpoPhase
 from training.contract.rows import Row, read_rows
 from training.data import Prepared
-from training.model import ADAPTER, ModelError, attach, load_base, load_tokenizer, release, require_groups
+from training.errors import ModelError, Stage
+from training.model import ADAPTER, attach, expected_counts, load_base, load_tokenizer, release, require_groups
 from training.phases.desk import Desk
 from training.phases.reporter import Reporter, summary
 
@@ -84,8 +86,9 @@ def train(desk: Desk, prepare: Prepare, build: Build, *, packed: bool = False) -
 
 
 def _train(desk: Desk, prepare: Prepare, build: Build, packed: bool) -> Path:
-    liveness.refuse_foreign()
     recipe = desk.assignment.recipe
+    liveness.require_versions()
+    desk.guard("versions", 0, {})
     tokenizer = load_tokenizer(desk.home.model)
     rows = read_rows(desk.home.data(desk.name), desk.phase.kind)
     prepared = prepare(rows, tokenizer)
@@ -95,44 +98,64 @@ def _train(desk: Desk, prepare: Prepare, build: Build, packed: bool) -> Path:
         )
     packing.install()
     model = attach(load_base(desk.home.model, recipe), recipe, desk.start)
-    _require_fast_paths(desk)
+    sample = _sample(tokenizer, rows, model)
+    groups = _require_alive(model, desk, sample)
+    _require_fast_paths(desk, model)
     start = desk.start or _save_fresh(model, desk)
-    before = liveness.group_states(model)
-    groups = tuple(before)
-    desk.guard("attach", 0, require_groups(model, recipe))
+    before, base = liveness.group_states(model), liveness.base_sums(model)
     packed = packed and _packing_holds(model, desk)
-    desk.guard("canary", 0, liveness.canary(model, _sample(tokenizer, rows, model), groups))
 
     shutil.rmtree(desk.output, ignore_errors=True)
     trainer = build(Setting(desk, model, tokenizer, rows, packed), prepared)
-    silent = desk.phase.silent_steps if isinstance(desk.phase, GrpoPhase) else 1
-    trainer.add_callback(
-        liveness.Guard(groups, desk.guard, advantages=lambda: _advantages(trainer), silent_steps=silent)
-    )
-    trainer.add_callback(Reporter(desk, start, before, prepared.rows))
+    trainer.remove_callback(PrinterCallback)  # the events say it
+    liveness.require_arguments(trainer.args, desk.phase)
+    guard = _guard(desk, trainer, groups)
+    trainer.add_callback(guard)
+    merges: Stage = "rollout" if isinstance(desk.phase, GrpoPhase) else "end"
+    trainer.add_callback(liveness.SaveGuard(recipe, base, desk.guard, merges=merges))
+    trainer.add_callback(Reporter(desk, start, before, prepared.rows, grad_norms=lambda: guard.last_norms))
     trainer.train(resume_from_checkpoint=str(desk.resume_dir) if desk.resume_dir else None)
-    return _finish(desk, trainer, start)
+    return _finish(desk, trainer, start, sample)
 
 
-def without_reference(trainer: Any) -> Any:
-    """Drop TRL's copy of the phase-start adapter once its log-probabilities are columns of the data: it would cost a second adapter in
-    memory and in every checkpoint."""
-    trainer.model.delete_adapter("ref")
-    trainer.model.set_adapter(ADAPTER)
-    return trainer
+def _require_alive(model: Any, desk: Desk, sample: torch.Tensor) -> tuple[str, ...]:
+    """Before a trainer is built: every group that the recipe names is there and in the forward. Returns their names."""
+    recipe = desk.assignment.recipe
+    desk.guard("load", 0, {})
+    desk.guard("attach", 0, require_groups(model, recipe))
+    liveness.require_static(model)
+    desk.guard("static", 0, {})
+    groups = tuple(expected_counts(model.config, recipe))
+    desk.guard("canary", 0, liveness.canary(model, sample, groups))
+    return groups
 
 
-def _finish(desk: Desk, trainer: Any, start: Path) -> Path:
+def _guard(desk: Desk, trainer: Any, groups: tuple[str, ...]) -> liveness.Guard:
+    phase = desk.phase
+    if not isinstance(phase, GrpoPhase):
+        return liveness.Guard(groups, desk.guard, notice=desk.notice)
+    return liveness.Guard(
+        groups,
+        desk.guard,
+        notice=desk.notice,
+        advantages=lambda: _advantages(trainer),
+        silent_steps=phase.silent_steps,
+        rollouts=liveness.Rollouts(trainer.model),
+    )
+
+
+def _finish(desk: Desk, trainer: Any, start: Path, sample: torch.Tensor) -> Path:
     step, model = trainer.state.global_step, trainer.model
     losses, metrics = summary(trainer.state.log_history)
     groups = liveness.group_states(model, start)
-    replaced = experts.replaced(model)
-    if replaced:
-        name, who = next(iter(replaced.items()))
-        raise liveness.LivenessError(f"{name}.forward was replaced during the phase", tensor=name, cause=who)
+    liveness.require_static(model, "end")
     directory = desk.output / f"checkpoint-{step}"
     result = desk.keep_result(directory, ADAPTER_FILES) if directory.exists() else desk.output
     desk.ended(step, groups=groups, losses=losses, metrics=metrics)
+    if desk.name == desk.assignment.recipe.phase_names[-1]:
+        # Whoever serves the adapter computes without the trainer's autocast.
+        plain = trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+        liveness.write_probe(result, liveness.probe_of(plain, sample))
     return result
 
 
@@ -155,14 +178,14 @@ def _packing_holds(model: Any, desk: Desk) -> bool:
     return True
 
 
-def _require_fast_paths(desk: Desk) -> None:
+def _require_fast_paths(desk: Desk, model: Any) -> None:
     """On a GPU a slow kernel path multiplies the bill: it needs the recipe's word."""
     recipe = desk.assignment.recipe
     if recipe.box.device != "cuda":
         return
     slow = []
-    if "routed_experts" in recipe.adapters.groups and experts.host_sync(torch.device("cuda")):
-        slow.append("torch's grouped_mm waits for the host on this card")
+    if "routed_experts" in recipe.adapters.groups and experts.forward_syncs(model):
+        slow.append("the routed experts' grouped products wait for the host on this card")
     if "linear_attention" in recipe.adapters.groups and not packing.has_fast_rule():
         slow.append("flash-linear-attention is not installed, the gated delta net runs in plain torch")
     for reason in slow:
@@ -174,11 +197,13 @@ def _require_fast_paths(desk: Desk) -> None:
 def _sample(tokenizer: Any, rows: Sequence[Row], model: Any) -> torch.Tensor:
     """A few real tokens [1, T] for the forward check."""
     row = rows[0]
-    text = row.get("text") or " ".join(m["content"] for m in row.get("messages") or row["prompt"])
+    text = row.get("text") or " ".join(m.get("content") or "" for m in row.get("messages") or row["prompt"])
     ids = tokenizer(text)["input_ids"][:_CANARY_TOKENS]
     return torch.tensor([ids], device=next(model.parameters()).device)
 
 
 def _advantages(trainer: Any) -> list[torch.Tensor]:
     """GRPO keeps the micro-batches of the coming step here; other trainers have no such thing."""
-    return [batch["advantages"] for batch in getattr(trainer, "_buffered_inputs", None) or ()]
+    # A completion that was cut off is masked out of the loss, so its advantage counts for nothing.
+    batches = getattr(trainer, "_buffered_inputs", None) or ()
+    return [batch["advantages"] * batch["completion_mask"].any(1) for batch in batches]

@@ -10,8 +10,10 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
+from training.box.store import Store
 from training.checkpoint import Found, Identity, Uploader, link_files
 from training.contract.events import (
     CheckpointSaved,
@@ -25,8 +27,9 @@ from training.contract.events import (
     Step,
     finite,
 )
-from training.contract.manifest import Manifest
+from training.contract.manifest import Manifest, Parent
 from training.contract.recipe import Assignment, Phase
+from training.phases import meter
 
 
 class Interrupted(Exception):
@@ -52,6 +55,11 @@ class Home:
         return self.root / "events.jsonl"
 
     @property
+    def aborted(self) -> Path:
+        """Why the last runner gave up for good; gone when one starts."""
+        return self.root / "aborted.json"
+
+    @property
     def private_env(self) -> Path:
         return self.root / "private.env"
 
@@ -69,6 +77,7 @@ class Pulse:
     def __init__(self) -> None:
         self.phase: str | None = None
         self.step: int | None = None
+        self.started = time.monotonic()
         self._began: float | None = None
 
     def begin_step(self, phase: str, step: int) -> None:
@@ -82,7 +91,16 @@ class Pulse:
     def beat(self) -> Heartbeat:
         began = self._began
         in_step_s = round(time.monotonic() - began, 2) if began is not None else None
-        return Heartbeat(phase=self.phase, step=self.step, in_step_s=in_step_s, memory_mb=_memory_mb())
+        gpu = meter.ask_gpu()
+        return Heartbeat(
+            phase=self.phase,
+            step=self.step,
+            in_step_s=in_step_s,
+            memory_mb=_memory_mb(),
+            gpu_util_percent=gpu.util_percent,
+            gpu_power_w=gpu.power_w,
+            gpu_memory_mb=gpu.memory_mb,
+        )
 
 
 @dataclass
@@ -96,6 +114,7 @@ class Desk:
     pulse: Pulse
     stop: threading.Event
     uploader: Uploader
+    store: Store
     identity: Identity
     start: Path | None
     """Directory of what the phase begins from: the last phase's adapter."""
@@ -104,6 +123,8 @@ class Desk:
     """Files of the checkpoint to go on from; outside the trainer's own output folder, whose rotation goes by age."""
     began: float = field(default_factory=time.monotonic)
     saved_step: int = -1
+    final: Parent | None = None
+    """The phase's last manifest, once it is staged: what the next phase begins from."""
 
     @property
     def name(self) -> str:
@@ -125,10 +146,26 @@ class Desk:
     def notice(self, what: str, reason: str) -> None:
         self.events.emit(Notice(phase=self.name, what=what, reason=reason))
 
-    def stepped(self, step: int, loss: float, seconds: float, metrics: Mapping[str, float]) -> None:
-        """Report one optimizer step; NotFinite if its loss or gradient is not a number, after saying so in the events."""
-        grad_norm, tokens = metrics.get("grad_norm"), metrics.get("tokens")
-        named = ("grad_norm", "learning_rate", "tokens")
+    @cached_property
+    def _meter(self) -> meter.Meter:
+        return meter.Meter.of(self.assignment, self.home.root)
+
+    def stepped(
+        self,
+        step: int,
+        loss: float,
+        seconds: float,
+        metrics: Mapping[str, float],
+        *,
+        tokens: int | None = None,
+        rows: int | None = None,
+        grad_norms: Mapping[str, float] | None = None,
+    ) -> None:
+        """Report one optimizer step over `rows` sequences of `tokens` together; NotFinite if its loss or gradient is not a number, after saying so
+        in the events."""
+        grad_norm = metrics.get("grad_norm")
+        mfu = self._meter.mfu(tokens, rows, seconds)
+        named = ("grad_norm", "learning_rate")
         self.events.emit(
             Step(
                 phase=self.name,
@@ -138,14 +175,15 @@ class Desk:
                 seconds=round(seconds, 4),
                 learning_rate=finite(metrics.get("learning_rate")),
                 grad_norm=finite(grad_norm),
-                tokens=int(tokens) if tokens is not None else None,
+                grad_norms=_finite_ones(grad_norms or {}),
+                tokens=tokens,
+                tokens_per_s=round(tokens / seconds, 1) if tokens is not None and seconds > 0 else None,
+                mfu=round(mfu, 4) if mfu is not None else None,
+                mfu_peak=self._meter.peak.source if mfu is not None and self._meter.peak else None,
                 usd=round(seconds / 3600 * self.assignment.dph_usd, 6),
+                usd_total=round((time.monotonic() - self.pulse.started) / 3600 * self.assignment.dph_usd, 6),
                 eta_s=round((self.phase.steps - step) * seconds, 1),
-                metrics={
-                    name: number
-                    for name, value in metrics.items()
-                    if name not in named and (number := finite(value)) is not None
-                },
+                metrics=_finite_ones({name: value for name, value in metrics.items() if name not in named}),
             )
         )
         if finite(loss) is None:
@@ -173,6 +211,7 @@ class Desk:
             phase_digest=self.identity.phase_digest,
             data_sha256=self.identity.data_sha256,
             parent=self.identity.parent,
+            claim=self.uploader.checkpoints.claim,
             versions=self.identity.versions,
             files={},
             groups=dict(groups),
@@ -182,9 +221,9 @@ class Desk:
             flow_run_id=self.assignment.flow_run_id,
             attempt=self.assignment.attempt,
         )
-        size = self.uploader.stage(source, self.identity.required, manifest)
-        self.saved_step = step
-        self.events.emit(CheckpointSaved(phase=self.name, step=step, bytes=size))
+        staged = self.uploader.stage(source, self.identity.required, manifest)
+        self.saved_step, self.final = step, staged.sealed
+        self.events.emit(CheckpointSaved(phase=self.name, step=step, bytes=staged.bytes))
 
     def ended(
         self,
@@ -215,6 +254,10 @@ class Desk:
     def keep_result(self, source: Path, names: Sequence[str]) -> Path:
         """Link the finished phase's adapter to where the next one begins; returns that directory."""
         return link_files(source, names, self.home.work / "result" / self.name)
+
+
+def _finite_ones(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: number for name, value in values.items() if (number := finite(value)) is not None}
 
 
 def _memory_mb() -> float | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from trl import DPOConfig, DPOTrainer
 
-from training import data
+from training import data, references
 from training.contract.recipe import DpoPhase
 from training.phases import common
 from training.phases.desk import Desk
@@ -22,10 +22,9 @@ def train(desk: Desk) -> Path:
 def build(setting: common.Setting, prepared: data.Prepared) -> Any:
     phase = setting.desk.phase
     assert isinstance(phase, DpoPhase)
-    arguments = DPOConfig(
-        **setting.arguments(), max_length=phase.max_length, beta=phase.beta, precompute_ref_log_probs=True
-    )
-    trainer = DPOTrainer(
-        setting.model, args=arguments, train_dataset=prepared.dataset, processing_class=setting.tokenizer
-    )
-    return common.without_reference(trainer)
+    arguments = DPOConfig(**setting.arguments(), max_length=phase.max_length, beta=phase.beta)
+    with references.no_copy(setting.model):
+        trainer = DPOTrainer(
+            setting.model, args=arguments, train_dataset=prepared.dataset, processing_class=setting.tokenizer
+        )
+    return references.attach(trainer, setting.desk)

@@ -14,7 +14,7 @@ from typing import Any
 
 from trl import GRPOConfig, GRPOTrainer
 
-from training import data, toolcalls
+from training import data, references, toolcalls
 from training.contract.recipe import GrpoPhase
 from training.phases import common
 from training.phases.desk import Desk
@@ -40,13 +40,15 @@ def build(setting: common.Setting, prepared: data.Prepared) -> Any:
         mask_truncated_completions=True,
         chat_template_kwargs=data.NO_THINKING,
     )
-    return GRPOTrainer(
+    trainer = GRPOTrainer(
         setting.model,
         reward_funcs=[call_reward],
         args=arguments,
         train_dataset=prepared.dataset,
         processing_class=setting.tokenizer,
     )
+    references.require_copy(trainer.model, wanted=phase.beta > 0)
+    return trainer
 
 
 def call_reward(

@@ -3,34 +3,81 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from training import liveness
 from training.contract.events import GroupState
-from training.model import ModelError
 from training.phases.desk import Desk
 
 # |reward| of the very first step of DPO and KTO: policy and reference are the same model, so exactly 0 in float32.
 _REFERENCE_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
+class TokenCount:
+    """Counts what goes through the model with a gradient: rollouts, references and evaluations do not train, padding is no token."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int | torch.Tensor] = []
+        self._rows = 0
+        self._hook: Any = None
+
+    def watch(self, model: Any) -> None:
+        self._hook = model.register_forward_pre_hook(self._see, with_kwargs=True)
+
+    def take(self) -> tuple[int, int]:
+        """(tokens, rows) since the last call."""
+        # Only here does the host wait for the device.
+        tokens, rows = sum(int(each) for each in self._tokens), self._rows
+        self._tokens, self._rows = [], 0
+        return tokens, rows
+
+    def close(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _see(self, model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
+        ids, mask = given.get("input_ids"), given.get("attention_mask")
+        if ids is None or not torch.is_grad_enabled() or not model.training:
+            return
+        self._rows += ids.shape[0]
+        self._tokens.append(mask.sum() if mask is not None else ids.numel())
+
+
 class Reporter(TrainerCallback):
     """Tells the desk what the trainer does: steps, checkpoints, the end; and stops it when the runner is told to stop."""
 
-    def __init__(self, desk: Desk, start: Path, before: Mapping[str, GroupState], rows: int) -> None:
+    def __init__(
+        self,
+        desk: Desk,
+        start: Path,
+        before: Mapping[str, GroupState],
+        rows: int,
+        *,
+        grad_norms: Callable[[], Mapping[str, float]] = dict,
+    ) -> None:
+        """`grad_norms` gives the newest norm of each group's gradient."""
         self._desk, self._start, self._before, self._rows = desk, start, before, rows
-        self._seconds, self._tokens = 0.0, 0.0
+        self._grad_norms = grad_norms
+        self._count = TokenCount()
+        self._seconds, self._counted = 0.0, (0, 0)
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
         if self._desk.resume is not None:
-            require_restored(self._desk.resume.manifest, state.global_step, model, optimizer)
+            liveness.require_restored(self._desk.resume.manifest, state.global_step, model, optimizer)
+            self._desk.guard("restore", state.global_step, {})
         self._desk.started(state.global_step, self._rows)
+        self._count.watch(model)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._count.close()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._desk.pulse.begin_step(self._desk.name, state.global_step + 1)
@@ -39,7 +86,7 @@ class Reporter(TrainerCallback):
         self._stop_if_told(state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._seconds = self._desk.pulse.end_step()
+        self._seconds, self._counted = self._desk.pulse.end_step(), self._count.take()
         self._stop_if_told(state, control)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
@@ -47,11 +94,14 @@ class Reporter(TrainerCallback):
             return
         metrics = {name: float(value) for name, value in logs.items() if isinstance(value, (int, float))}
         loss = metrics.pop("loss")
-        if "num_tokens" in metrics:  # counts from the process's start, not from the phase's
-            metrics["tokens"], self._tokens = metrics["num_tokens"] - self._tokens, metrics.pop("num_tokens")
-        self._desk.stepped(state.global_step, loss, self._seconds, metrics)
+        metrics.pop("num_tokens", None)  # counts from the process's start, and not in all methods alike; ours below
+        tokens, rows = self._counted
+        self._desk.stepped(
+            state.global_step, loss, self._seconds, metrics, tokens=tokens, rows=rows, grad_norms=self._grad_norms()
+        )
         if state.global_step == 1 and self._desk.phase.kind in ("dpo", "kto"):
-            require_reference(metrics, _REFERENCE_TOLERANCE[self._desk.assignment.recipe.model.dtype])
+            liveness.require_reference(metrics, _REFERENCE_TOLERANCE[self._desk.assignment.recipe.model.dtype])
+            self._desk.guard("reference", 1, {})
 
     def on_save(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Before a final checkpoint is let out, every group must have changed."""
@@ -68,29 +118,6 @@ class Reporter(TrainerCallback):
         if self._desk.stop.is_set():
             control.should_training_stop = True
             control.should_save = state.global_step not in (0, self._desk.saved_step)
-
-
-def require_restored(manifest: Any, step: int, model: Any, optimizer: Any) -> None:
-    """What the trainer loaded must be what the manifest says: transformers restores whatever files are there and says nothing."""
-    if step != manifest.step:
-        raise ModelError(f"resumed at step {step}, the manifest says {manifest.step}")
-    for group, now in liveness.group_states(model).items():
-        if now.digest != manifest.groups[group].digest:
-            raise ModelError(f"resumed adapter: group {group} has other weights than the manifest says", group)
-    trainable = sum(len(group["params"]) for group in optimizer.param_groups)
-    if len(optimizer.state) != trainable:
-        raise ModelError(f"resumed optimizer: state for {len(optimizer.state)} of {trainable} tensors")
-
-
-def require_reference(metrics: Mapping[str, float], tolerance: float) -> None:
-    """At the first step policy and reference are one model, so the rewards are zero; anything else is a wrong reference."""
-    for side in ("chosen", "rejected"):
-        reward = metrics.get(f"rewards/{side}")
-        if reward is not None and not abs(reward) <= tolerance:
-            raise liveness.LivenessError(
-                f"step 1: rewards/{side} is {reward:.4g}, want 0: the reference is not the policy that the phase began with",
-                cause="the reference is the base model or a later policy",
-            )
 
 
 def summary(history: Sequence[Mapping[str, Any]]) -> tuple[tuple[float | None, float | None], dict[str, float]]:

@@ -116,7 +116,7 @@ class Real:
         row: dict[str, Any] | None = self.http.get(f"/api/v0/instances/{instance_id}/").json()["instances"]
         return row
 
-    def until(self, instance_id: int, holds: Callable[[dict[str, Any]], bool], timeout_s: float = 10) -> dict[str, Any]:
+    def until(self, instance_id: int, holds: Callable[[dict[str, Any]], bool], timeout_s: float = 60) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             row = self.show(instance_id)
@@ -126,7 +126,7 @@ class Real:
         raise TimeoutError(f"instance {instance_id} stayed {row}")
 
     def ssh(
-        self, row: dict[str, Any], command: str, *, via: str = "direct", tries: int = 20, timeout: float = 20
+        self, row: dict[str, Any], command: str, *, via: str = "direct", tries: int = 20, timeout: float = 60
     ) -> subprocess.CompletedProcess[str]:
         """OpenSSH's own client. While the box's sshd is starting it tries again, whatever `tries` says."""
         port = row["ports"]["22/tcp"][0]["HostPort"] if via == "direct" else row["ssh_port"]
@@ -144,7 +144,7 @@ class Real:
         return done
 
 
-def eventually(holds: Callable[[], bool], timeout_s: float = 5.0) -> bool:
+def eventually(holds: Callable[[], bool], timeout_s: float = 30.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if holds():

@@ -78,7 +78,7 @@ def test_an_ssh_session_does_not_see_the_containers_env_but_onstart_does(real: R
     box = real.rent(
         onstart='echo "$CONTAINER_ID $A $VAST_URL" > ~/seen; echo "$CONTAINER_API_KEY" > ~/key', env={"A": "b"}
     )
-    done = box.ssh("env; sleep 0.3; cat seen key")
+    done = box.ssh("env; until [ -s key ]; do sleep 0.1; done; cat seen key")
     *env, seen, key = done.stdout.splitlines()
     assert not [line for line in env if line.startswith(("CONTAINER_", "VAST_", "A="))]
     assert seen == f"{box.id} b {real.rehearsal.env['LIVERY_MARKET_URL']}"
@@ -94,7 +94,9 @@ def test_onstart_may_append_to_etc_environment_without_touching_this_machine(rea
         pytest.skip("needs root on Linux and an /etc/environment")
     before = Path("/etc/environment").read_bytes()
     box = real.rent(onstart="env >> /etc/environment; touch ~/done")
-    assert box.ssh("sleep 0.2; ls done; grep -c CONTAINER_ID /etc/environment").stdout.split() == ["done", "1"]
+    assert box.ssh(
+        "until [ -e done ]; do sleep 0.1; done; ls done; grep -c CONTAINER_ID /etc/environment"
+    ).stdout.split() == ["done", "1"]
     assert Path("/etc/environment").read_bytes() == before
 
 
@@ -236,14 +238,14 @@ def test_net_uplink_holds_uploads_to_its_rate(real: Real) -> None:
     client, bucket = s3(real, "LIVERY_BOX_S3", endpoint), real.rehearsal.env["LIVERY_BUCKET"]
     began = time.monotonic()
     client.put_object(Bucket=bucket, Key="runs/r/slow", Body=b"z" * 1_000_000)
-    assert 1.0 / (time.monotonic() - began) == pytest.approx(0.38, rel=0.15)
+    assert 0.5 * 0.38 < 1.0 / (time.monotonic() - began) < 1.1 * 0.38, "a busy machine may be slower, never faster"
     began = time.monotonic()
     client.get_object(Bucket=bucket, Key="runs/r/slow")["Body"].read()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 2.0
     real.rehearsal.control.disarm("net.uplink")
     began = time.monotonic()
     client.put_object(Bucket=bucket, Key="runs/r/fast", Body=b"z" * 1_000_000)
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 2.0
 
 
 def test_net_stall_after_freezes_the_bucket_link_but_not_ssh(real: Real) -> None:
@@ -260,7 +262,7 @@ def test_ssh_drop_mid_command_resets_a_running_command_so_many_times_and_not_the
     for _ in range(2):
         began = time.monotonic()
         done = box.ssh("(nohup sleep 1000 >/dev/null 2>&1 </dev/null &); echo begun; sleep 8", tries=1)
-        assert done.returncode == 255 and 1.0 < time.monotonic() - began < 4
+        assert done.returncode == 255 and 1.0 < time.monotonic() - began < 8, "reset, not ended by itself"
     assert box.ssh("sleep 2.5; pgrep -fc 'sleep 100[0]'").stdout.strip() == "2"
 
 
@@ -268,9 +270,11 @@ def test_ssh_drop_mid_command_armed_later_spares_the_commands_before_it(real: Re
     box = real.rent()
     box.ssh("true")
     real.rehearsal.control.arm("ssh.drop_mid_command")
-    time.sleep(0.3)
-    state = next(s for s in real.rehearsal.control.state()["instances"] if s["id"] == box.id)
-    assert state["effects"] == {"ssh.drop_mid_command": 1}
+
+    def effects() -> dict[str, Any]:
+        return next(s["effects"] for s in real.rehearsal.control.state()["instances"] if s["id"] == box.id)
+
+    assert eventually(lambda: effects() == {"ssh.drop_mid_command": 1})
     time.sleep(1.5)
     assert box.ssh("sleep 4", tries=1).returncode == 255
 
@@ -283,8 +287,8 @@ def test_ssh_direct_blocked_leaves_the_proxy(real: Real) -> None:
 
 def test_ssh_proxy_blocked_leaves_the_direct_endpoint(real: Real) -> None:
     box = real.rent("ssh.proxy_blocked=refuse")
-    began = time.monotonic()
-    assert box.ssh("true", via="proxy", tries=1).returncode == 255 and time.monotonic() - began < 1
+    done = box.ssh("true", via="proxy", tries=1)
+    assert done.returncode == 255 and "refused" in done.stderr
     assert box.ssh("true").returncode == 0
 
 
@@ -359,7 +363,8 @@ def test_box_gpu_lost_fails_nvidia_smi_and_leaves_no_gpu(real: Real) -> None:
 @pytest.mark.parametrize("flags", ["", "-I"])
 def test_box_import_broken_fails_in_every_environment_on_the_box(real: Real, flags: str) -> None:
     box = real.rent("box.import_broken=json.tool")
-    done = box.ssh(f"python3 -m venv --without-pip v; sleep 0.5; v/bin/python {flags} -c 'import json.tool'")
+    broken = "until ls v/lib/python3*/site-packages/*.pth; do sleep 0.1; done"
+    done = box.ssh(f"python3 -m venv --without-pip v; {broken}; v/bin/python {flags} -c 'import json.tool'")
     assert done.returncode == 1 and "Error" in done.stderr
 
 

@@ -64,11 +64,18 @@ def test_a_link_carries_its_rate_however_many_flows_share_it(rate_bytes_s: float
     async def shaped(proxy: Proxy, sink: Sink) -> None:
         proxy.forward.rate_bytes_s = rate_bytes_s
         loop, each = asyncio.get_running_loop(), int(rate_bytes_s * 1.2 / flows) // 8192 * 8192
-        began = loop.time()
-        assert await asyncio.gather(*[send(proxy, each) for _ in range(flows)]) == [b"done"] * flows
-        measured = each * flows / (loop.time() - began)
-        assert measured == pytest.approx(rate_bytes_s, rel=0.15)
-        assert proxy.forward.bytes == sink.received == each * flows and proxy.backward.bytes == 4 * flows
+        for attempt in range(1, 5):
+            began = loop.time()
+            assert await asyncio.gather(*[send(proxy, each) for _ in range(flows)]) == [b"done"] * flows
+            measured = each * flows / (loop.time() - began)
+            assert measured < 1.15 * rate_bytes_s
+            assert proxy.forward.bytes == sink.received == attempt * each * flows
+            assert proxy.backward.bytes == attempt * 4 * flows
+            if measured > 0.85 * rate_bytes_s:
+                return
+        pytest.fail(
+            f"{measured:.0f} B/s in the last of four attempts, wanted {rate_bytes_s:.0f}"
+        )  # a busy machine is slow once
 
     run(shaped)
 

@@ -144,7 +144,7 @@ def counting_recipe(**changes: Any) -> Recipe:
                 "min_host_memory_gb": 0.1,
                 "min_pids": 16,
             },
-            "budget": {"max_usd": 1, "install_s": 120, "prefetch_s": 60, "stall_s": 3},
+            "budget": {"max_usd": 1, "install_s": 120, "prefetch_s": 120, "stall_s": 30},
             "trainer": "counting",
             **changes,
         }

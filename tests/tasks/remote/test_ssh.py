@@ -40,32 +40,32 @@ def test_stdin_reaches_the_command_byte_for_byte(login: Login, box: SshBox) -> N
 
 
 def test_a_reset_in_mid_command_is_an_unknown_outcome_not_a_failure(remote: Remote, link: Link) -> None:
+    assert remote.run("true", timeout_s=30).code == 0
     threading.Timer(0.5, link.reset).start()
-    answer = remote.run("sleep 5; exit 7", timeout_s=10)
-    assert answer.code is None
-    assert remote.run("echo back", timeout_s=10).text == "back\n"
+    assert remote.run("sleep 20; exit 7", timeout_s=30).code is None
+    assert remote.run("echo back", timeout_s=30).text == "back\n"
 
 
 def test_a_frozen_link_ends_at_the_deadline_with_an_unknown_outcome(remote: Remote, link: Link) -> None:
     link.freeze()
     began = time.monotonic()
     assert remote.run("true", timeout_s=1.5).code is None
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < 10
     link.thaw()
-    assert remote.run("echo back", timeout_s=10).code == 0
+    assert remote.run("echo back", timeout_s=30).code == 0
 
 
 def test_a_command_that_outlives_its_deadline_is_unknown(remote: Remote) -> None:
     began = time.monotonic()
     assert remote.run("sleep 30", timeout_s=1).code is None
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 15
 
 
 def test_a_connection_that_died_while_idle_is_replaced_without_a_word(remote: Remote, link: Link) -> None:
-    assert remote.run("true", timeout_s=10).code == 0
+    assert remote.run("true", timeout_s=30).code == 0
     link.reset()
     time.sleep(0.2)
-    assert remote.run("echo again", timeout_s=10).text == "again\n"
+    assert remote.run("echo again", timeout_s=30).text == "again\n"
 
 
 def test_endpoints_are_asked_again_at_each_reconnect(key_path: Path, tmp_path: Path, box: SshBox, login: Login) -> None:
@@ -76,24 +76,24 @@ def test_endpoints_are_asked_again_at_each_reconnect(key_path: Path, tmp_path: P
     remote._endpoints = lambda: [Endpoint(host="127.0.0.1", port=port, kind="direct") for port in ports]
     assert remote.run("true", timeout_s=5).code is None
     ports[0] = box.port
-    assert remote.run("true", timeout_s=5).code == 0
+    assert remote.run("true", timeout_s=30).code == 0
 
 
 def test_the_proxy_is_used_when_the_direct_port_is_shut(login: Login, box: SshBox) -> None:
     remote = login(1, box.port)
-    assert remote.run("true", timeout_s=10).code == 0
+    assert remote.run("true", timeout_s=30).code == 0
     assert remote._worked is not None and remote._worked.port == box.port
 
 
 def test_a_changed_host_key_is_refused_at_any_address(login: Login, box: SshBox, link: Link) -> None:
-    assert login(box.port).run("true", timeout_s=10).code == 0
-    assert login(link.port).run("true", timeout_s=10).code == 0  # the same box elsewhere
+    assert login(box.port).run("true", timeout_s=30).code == 0
+    assert login(link.port).run("true", timeout_s=30).code == 0  # the same box elsewhere
     box.kill()
     box.new_host_key()
     box.start()
     for port in (box.port, link.port):
         with pytest.raises(LoginFailed, match="another host key"):
-            login(port).run("true", timeout_s=10)
+            login(port).run("true", timeout_s=30)
 
 
 def test_put_is_whole_has_its_mode_and_makes_its_folder(login: Login, box: SshBox) -> None:

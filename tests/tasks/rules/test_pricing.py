@@ -8,6 +8,7 @@ import pytest
 from tasks.domain import Offer
 from tasks.rules.pricing import checkpoint_gb, dph_at_disk, phase_s, run_cost, transfer_s
 from tests.tasks.pretend import recipe, rehearsal_recipe
+from training.contract.shapes import QWEN3_235B, QWEN36_35B
 
 
 def _offer(**changes: Any) -> Offer:
@@ -38,7 +39,7 @@ def test_the_parts_of_a_run_add_up() -> None:
     assert cost.parts["up"] == pytest.approx(cost.up_gb * 0.02)
     assert cost.usd == pytest.approx(sum(cost.parts.values()))
     boot_s, other_s = 240, 240 + 120 + 70.2 * 8000 / 800 + 3600
-    last_s = (cost.up_gb - checkpoint_gb(wanted)) * 8000 / 800
+    last_s = (cost.up_gb - checkpoint_gb(wanted, QWEN36_35B)) * 8000 / 800
     assert cost.hours * 3600 == pytest.approx(boot_s + other_s + last_s, rel=1e-6)
 
 
@@ -74,7 +75,8 @@ def test_an_uplink_that_is_not_stated_makes_a_run_that_never_ends() -> None:
 
 
 def test_one_checkpoint_of_the_35b_at_rank_32_is_about_11_gb() -> None:
-    assert checkpoint_gb(recipe()) == pytest.approx(11.4, abs=0.2)
+    assert checkpoint_gb(recipe(), QWEN36_35B) == pytest.approx(11.4, abs=0.2)
+    assert checkpoint_gb(recipe(optimizer="adamw"), QWEN36_35B) == pytest.approx(22.6, abs=0.2)
 
 
 def test_the_price_counts_the_disk_that_is_asked_for_even_if_the_market_forgot_it() -> None:
@@ -85,6 +87,10 @@ def test_the_price_counts_the_disk_that_is_asked_for_even_if_the_market_forgot_i
 def test_a_faster_tier_trains_in_fewer_seconds() -> None:
     small, large = recipe(), recipe(box={"tier": "h200", "max_dph_usd": 3.0})
     assert phase_s(large, "sft") < phase_s(small, "sft") / 5
+
+
+def test_a_model_of_more_active_weights_trains_more_slowly() -> None:
+    assert phase_s(recipe(), "sft", QWEN3_235B) == pytest.approx(phase_s(recipe(), "sft") * 21.57 / 2.946, rel=1e-3)
 
 
 def test_the_rehearsal_costs_cents() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -62,6 +63,9 @@ def test_the_training_environment_passes_both_stages_on_the_cpu(tmp_path: Path) 
     assert {"import torch", "version peft", "absent unsloth", "kernels"} <= {check.id for check in imports.checks}
     assert device.ok and [check.id for check in device.checks] == ["grouped_mm"]
     assert imports.nonce == device.nonce == "n0nce" and float(device.facts["seconds"]) < 60
+    assert json.loads((tmp_path / "device.json").read_text()) == device.facts, (
+        "the trainer reads the measured peak here"
+    )
 
 
 @pytest.mark.parametrize("name", ["unsloth", "axolotl", "liger_kernel"])

@@ -20,6 +20,7 @@ from tests.training.box.netfault import Link
 from training.box.store import Store
 from training.contract import layout
 from training.contract.checks import CheckReport
+from training.contract.claims import Claim
 from training.contract.events import CheckpointDurable, Notice, Transfer, read_events
 from training.contract.manifest import FileEntry, Manifest
 from training.contract.recipe import Assignment, Recipe
@@ -218,6 +219,29 @@ def test_a_checkpoint_is_durable_only_with_its_manifest_which_goes_last(
     assert isinstance(durable, CheckpointDurable)
     assert durable.manifest == key and durable.complete and 0 < durable.bytes <= 12 * MB
     assert store.get_bytes(key) == (tmp_path / "c/manifest.json").read_bytes()
+
+
+def test_a_superseded_box_sends_no_byte_and_a_claim_made_meanwhile_keeps_its_manifest_out(
+    store: Store, home: Callable[..., Home], link: Link, tmp_path: Path
+) -> None:
+    box = home()
+    newer = Claim(number=2, runner="x", flow_run_id="other", attempt=3, at=0.0).model_dump_json().encode()
+    manifest = checkpoint(tmp_path / "c", box, {"big": os.urandom(6 * MB), "small": b"x"})
+    link.up_bps = 5e6
+    process = box.start("upload", "--directory", str(tmp_path / "c"), "--claim", "1")
+    while store.size(layout.blob(box.run_name, manifest.files["small"].sha256)) is None:
+        time.sleep(0.05)
+    store.put_bytes(layout.claim(box.run_name, 2), newer)
+    link.up_bps = None
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 5, output
+    assert "claim 2 of flow run other, attempt 3, has superseded ours (1)" in output
+    assert store.size(layout.manifest(box.run_name, "sft", 4)) is None
+
+    checkpoint(tmp_path / "d", box, {"other": b"y"}, step=3)
+    assert box.call("upload", "--directory", str(tmp_path / "d"), "--claim", "1")[0] == 5
+    assert store.list(f"runs/{box.run_name}/blobs/{hashlib.sha256(b'y').hexdigest()}") == []
+    assert box.call("upload", "--directory", str(tmp_path / "d"), "--claim", "2")[0] == 0
 
 
 def test_an_upload_repeated_sends_nothing_and_a_shared_blob_goes_once(

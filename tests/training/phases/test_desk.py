@@ -1,40 +1,23 @@
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.training.conftest import BUCKET, place_box, recipe_of
-from training.box.store import Store
-from training.checkpoint import Checkpoints, Identity, Uploader
-from training.contract.events import EventLog, Step, read_events
-from training.contract.recipe import Assignment
-from training.phases.desk import Desk, Home, Interrupted, NotFinite, Pulse
+from tests.training.conftest import desk_of, place_box, recipe_of
+from training.contract.events import Step, read_events
+from training.phases.desk import Desk, Interrupted, NotFinite
 
 NAN, INF = float("nan"), float("inf")
 
 
 @pytest.fixture
-def desk(tmp_path: Path, s3: dict[str, str]) -> Iterator[Desk]:
-    box = place_box(tmp_path / "box", s3, recipe_of("counting"), "desk")
-    home = Home(box.root)
-    checkpoints = Checkpoints(Store.from_environment(BUCKET, s3), "desk", home.work / "staging", lambda *_: None)
-    uploader = Uploader(box.assignment, home.work / "staging", checkpoints, lambda *_: None)
-    assignment = Assignment.model_validate_json(box.assignment.read_text())
-    yield Desk(
-        assignment=assignment,
-        phase=assignment.recipe.phase("sft"),
-        home=home,
-        events=EventLog(home.events),
-        pulse=Pulse(),
-        stop=threading.Event(),
-        uploader=uploader,
-        identity=Identity("d", "", {}, None, ("state.json",)),
-        start=None,
-    )
-    uploader.close()
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    box = place_box(tmp_path / "box", {}, recipe_of("counting"), "desk", bucket=f"folder:{tmp_path / 'bucket'}")
+    desk = desk_of(box, "sft")
+    yield desk
+    desk.uploader.close()
 
 
 def steps(desk: Desk) -> list[Step]:
@@ -56,10 +39,19 @@ def test_a_step_that_is_not_finite_stops_the_phase_before_it_can_be_saved(
 
 
 def test_a_step_is_priced_and_its_own_metrics_are_kept(desk: Desk) -> None:
-    desk.stepped(5, 1.5, 36.0, {"grad_norm": 0.5, "learning_rate": 1e-3, "tokens": 70.0, "reward": 0.4, "kl": NAN})
+    norms = {"attention": 0.5, "linear_attention": NAN}
+    metrics = {"grad_norm": 0.5, "learning_rate": 1e-3, "reward": 0.4, "kl": NAN}
+    desk.stepped(5, 1.5, 36.0, metrics, tokens=720, rows=2, grad_norms=norms)
     (step,) = steps(desk)
-    assert (step.loss, step.usd, step.eta_s, step.tokens) == (1.5, 0.01, 540.0, 70)
-    assert step.metrics == {"reward": 0.4}
+    assert (step.loss, step.usd, step.eta_s, step.tokens, step.tokens_per_s) == (1.5, 0.01, 540.0, 720, 20.0)
+    assert step.metrics == {"reward": 0.4} and step.grad_norms == {"attention": 0.5}
+    assert step.usd_total is not None and 0 < step.usd_total < 0.1, "since the runner started, at $1 an hour"
+
+
+def test_without_a_card_there_is_no_utilisation(desk: Desk) -> None:
+    desk.stepped(1, 1.0, 1.0, {}, tokens=100, rows=1)
+    (step,) = steps(desk)
+    assert step.mfu is None and step.mfu_peak is None
 
 
 def test_a_phase_that_ends_early_is_never_done(desk: Desk) -> None:

@@ -1,0 +1,186 @@
+"""What a run needs of its card, in GB (10^9 bytes), by arithmetic on the recipe and the model's shape; and what to change if it is too much.
+
+Where the numbers that are not counts come from: 8-bit AdamW state of 2.03 bytes a parameter was measured with torchao on LoRA-shaped tensors.
+The work of a layer was fitted to full-depth steps of Qwen3.6-35B-A3B on an H200 with per-layer recompute and factored experts: 3.2 GB above the
+static parts at 4,096 tokens a micro-batch, 9.8 GB at 16,384. The prefill of a generation is counted from `training.experts`, not measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from training.contract.model import Frozen
+from training.contract.recipe import GrpoPhase, KtoPhase, Phase, Recipe
+from training.contract.shapes import ModelShape
+
+# The adapters are fp32 whatever the base: in bf16 most updates vanish at learning rates of 1e-5 and below.
+WEIGHT_B, GRADIENT_B = 4.0, 4.0
+OPTIMIZER_B = {"adamw_8bit": 2.03, "adamw": 8.0}
+CONTEXT_GB = 1.5
+USABLE = 0.97
+"""Of a card's memory; the rest is the allocator's fragmentation and the driver's part."""
+# Bytes that a layer holds while it is recomputed and differentiated, in units of the widths of its products in the model's dtype.
+_WORK = 2.8
+# The same for a forward without gradients: sorted rows, both products of the experts and the weighted sum stand at once.
+_FORWARD_WORK = 1.5
+# TRL's fused head computes logits and their gradient in fp32 tiles of so many tokens by so much of the vocabulary.
+_TILE_TOKENS, _TILE_VOCABULARY = 4096, 32_768
+_GB = 1e9
+
+
+class MemoryPlan(Frozen):
+    """The hungriest moment of the run on its card."""
+
+    phase: str
+    needed_gb: float
+    available_gb: float
+    fits: bool
+    parts: dict[str, float]
+    """GB by what takes it: base, adapters, optimizer, and what training or generating adds."""
+    exact: bool = True
+    """False if the model's shape was estimated from its size."""
+
+
+def plan_memory(recipe: Recipe, shape: ModelShape, available_gb: float) -> MemoryPlan:
+    """The hungriest phase of `recipe` against the `available_gb` of its card."""
+    name, parts = max(
+        ((phase.name, parts) for phase in recipe.phases for parts in moments(recipe, phase, shape)),
+        key=lambda found: sum(found[1].values()),
+    )
+    needed = sum(parts.values())
+    return MemoryPlan(
+        phase=name,
+        needed_gb=round(needed, 2),
+        available_gb=round(available_gb, 2),
+        fits=needed <= available_gb,
+        parts={part: round(gb, 2) for part, gb in parts.items()},
+        exact=shape.exact,
+    )
+
+
+def moments(recipe: Recipe, phase: Phase, shape: ModelShape) -> Iterator[dict[str, float]]:
+    """GB by part at each moment of a phase that may be its hungriest: the backward pass and, for GRPO, the prefill of a generation."""
+    adapters = adapter_parameters(recipe, shape)
+    parts = {
+        "base": shape.parameters * shape.bytes_per_weight(recipe.model.dtype) / _GB,
+        "adapters": adapters * WEIGHT_B / _GB,
+        "optimizer": adapters * OPTIMIZER_B[recipe.optimizer] / _GB,
+    }
+    if recipe.box.device == "cuda":
+        parts["context"] = CONTEXT_GB
+    if isinstance(phase, GrpoPhase) and phase.beta > 0:
+        parts["reference adapter"] = parts["adapters"]
+    yield {**parts, "gradients": adapters * GRADIENT_B / _GB, **_backward(recipe, phase, shape)}
+    if isinstance(phase, GrpoPhase):
+        # Gradients are freed before the next step's completions are generated.
+        yield {**parts, **_generation(recipe, phase, shape)}
+
+
+def adapter_parameters(recipe: Recipe, shape: ModelShape) -> int:
+    """Trainable parameters of the recipe's groups at its rank."""
+    return sum(shape.lora_parameters(recipe.adapters).values())
+
+
+def suggest(recipe: Recipe, shape: ModelShape, tiers: Mapping[str, float]) -> str | None:
+    """The first change that makes the recipe fit and what it would then take, or None: nothing that is tried does.
+
+    `tiers` are the GB for use of the recipe's own tier and of those that may be taken instead, by name.
+    """
+    here = tiers[recipe.box.tier]
+    for what, changed in _changes(recipe, shape, here):
+        plan = plan_memory(changed, shape, here)
+        if plan.fits:
+            return f"{what}: {plan.needed_gb:.1f} GB"
+    needed = plan_memory(recipe, shape, here).needed_gb
+    larger = sorted((gb, tier) for tier, gb in tiers.items() if gb >= needed)
+    return f"box.tier {larger[0][1]}: {needed:.1f} of its {larger[0][0]:.1f} GB" if larger else None
+
+
+def _backward(recipe: Recipe, phase: Phase, shape: ModelShape) -> dict[str, float]:
+    """Activations of one micro-batch, and the head's tiles."""
+    # DPO runs chosen and rejected in one batch of twice the rows.
+    rows = phase.batch_size * (2 if phase.kind == "dpo" else 1)
+    tokens = rows * (phase.max_length + (phase.max_completion_length if isinstance(phase, GrpoPhase) else 0))
+    width_b = shape.bytes_per_weight(recipe.model.dtype)
+    # On a card each layer keeps its input and is recomputed; on the CPU every layer keeps its work.
+    at_work = 1 if recipe.box.device == "cuda" else shape.layers
+    kept = shape.layers * shape.hidden + at_work * _WORK * _widths(shape)
+    tile = min(tokens, _TILE_TOKENS) * min(shape.vocabulary, _TILE_VOCABULARY)
+    return {"activations": tokens * kept * width_b / _GB, "logits": 2 * 4 * tile / _GB}
+
+
+def _generation(recipe: Recipe, phase: GrpoPhase, shape: ModelShape) -> dict[str, float]:
+    """Caches of all completions of one optimizer step, which are generated together, and the forward over their prompts."""
+    rows = phase.batch_size * phase.accumulation
+    width_b = shape.bytes_per_weight(recipe.model.dtype)
+    keys_values = shape.attention_layers * 2 * shape.kv_heads * shape.head_dim * width_b
+    states = shape.linear_layers * shape.value_heads * shape.key_head_dim * shape.value_head_dim * 4
+    prompts = rows * phase.max_length * (shape.hidden + _FORWARD_WORK * _widths(shape)) * width_b
+    return {
+        "generation caches": rows * ((phase.max_length + phase.max_completion_length) * keys_values + states) / _GB,
+        "prompts": prompts / _GB,
+    }
+
+
+def _widths(shape: ModelShape) -> int:
+    """Numbers a token that the products of one layer take and make: its routed experts, the shared one, the wider mixer."""
+    routed = shape.experts_per_token * (2 * shape.hidden + 3 * shape.intermediate)
+    shared = 3 * shape.shared_intermediate + shape.hidden if shape.shared_intermediate else 0
+    attention = (shape.heads * (3 if shape.gated_query else 2) + 2 * shape.kv_heads) * shape.head_dim
+    linear = 2 * shape.key_width + 3 * shape.value_width if shape.linear_layers else 0
+    return routed + shared + max(attention, linear) + shape.hidden
+
+
+def _changes(recipe: Recipe, shape: ModelShape, available_gb: float) -> Iterator[tuple[str, Recipe]]:
+    """One change at a time, the least harmful first. Phases that fit are left as they are."""
+    if recipe.optimizer != "adamw_8bit":
+        yield "optimizer: adamw_8bit", recipe.model_copy(update={"optimizer": "adamw_8bit"})
+    tight = {
+        phase.name
+        for phase in recipe.phases
+        if any(sum(parts.values()) > available_gb for parts in moments(recipe, phase, shape))
+    }
+    for change in (_half_batch, _half_generation, _half_length):
+        phases, words = _changed(recipe, tight, change)
+        if words:
+            yield f"{words} in {', '.join(sorted(tight))}", recipe.model_copy(update={"phases": phases})
+    rank = recipe.adapters.rank
+    while rank > 8:
+        rank //= 2
+        yield (
+            f"adapters.rank {rank}",
+            recipe.model_copy(update={"adapters": recipe.adapters.model_copy(update={"rank": rank})}),
+        )
+
+
+Change = Callable[[Phase], tuple[str, dict[str, int]]]
+
+
+def _changed(recipe: Recipe, tight: set[str], change: Change) -> tuple[tuple[Phase, ...], str]:
+    """The phases with the tight ones changed, and the change in words; no words if it leaves everything as it is."""
+    words, phases = "", []
+    for phase in recipe.phases:
+        said, update = change(phase) if phase.name in tight else ("", {})
+        words = words or said
+        phases.append(phase.model_copy(update=update) if update else phase)
+    return tuple(phases), words
+
+
+def _half_batch(phase: Phase) -> tuple[str, dict[str, int]]:
+    least = 4 if isinstance(phase, KtoPhase) else 2
+    if phase.batch_size < least:
+        return "", {}
+    # Twice the accumulation keeps the rows of an optimizer step.
+    update = {"batch_size": phase.batch_size // 2, "accumulation": phase.accumulation * 2}
+    return f"batch_size {update['batch_size']} with accumulation {update['accumulation']}", update
+
+
+def _half_generation(phase: Phase) -> tuple[str, dict[str, int]]:
+    accumulation = phase.accumulation // 2
+    if not isinstance(phase, GrpoPhase) or not accumulation or phase.batch_size * accumulation % phase.generations:
+        return "", {}
+    return f"accumulation {accumulation} (completions generated together)", {"accumulation": accumulation}
+
+
+def _half_length(phase: Phase) -> tuple[str, dict[str, int]]:
+    return f"max_length {phase.max_length // 2}", {"max_length": max(16, phase.max_length // 2)}
