@@ -35,7 +35,7 @@ def run_title() -> str:
 def finetune(
     recipe: str = "qwen3.6-35b-a3b",
     run_name: str | None = None,
-    phases: list[Literal["cpt", "sft", "dpo", "kto", "grpo"]] | None = None,
+    phases: list[str] | None = None,
     max_steps: int | None = None,
     max_usd: float | None = None,
     max_hours: float | None = None,
@@ -52,7 +52,7 @@ def finetune(
     Args:
         recipe: A shipped recipe's name or the path of a YAML file on the machine that runs the flow.
         run_name: Name of the run; the same name goes on from what is in the bucket. Default: the recipe's name.
-        phases: Only these phases of the recipe.
+        phases: Names of the phases to run, of those that the recipe has.
         max_steps: At most so many steps in each phase.
         max_usd: Dollars for the whole run, failed boxes included.
         max_hours: Hours to the end of the box, counted from when the run may rent one.

@@ -84,12 +84,13 @@ def _override(data: dict[str, Any], overrides: Mapping[str, Any]) -> dict[str, A
     return data
 
 
-def _chosen_phases(phases: list[Any], kinds: list[str]) -> list[Any]:
-    known = [phase.get("kind") for phase in phases if isinstance(phase, dict)]
-    for kind in kinds:
-        if kind not in known:
-            raise UserError(f"phases: the recipe has no phase '{kind}'; it has {', '.join(map(str, known))}")
-    return [phase for phase in phases if isinstance(phase, dict) and phase.get("kind") in kinds]
+def _chosen_phases(phases: list[Any], names: list[str]) -> list[Any]:
+    named = [(phase.get("name", phase.get("kind")), phase) for phase in phases if isinstance(phase, dict)]
+    known = [name for name, _ in named]
+    for name in names:
+        if name not in known:
+            raise UserError(f"phases: the recipe has no phase '{name}'; it has {', '.join(map(str, known))}")
+    return [phase for name, phase in named if name in names]
 
 
 def _capped(phase: Any, max_steps: int) -> Any:

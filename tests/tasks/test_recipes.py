@@ -43,3 +43,12 @@ def test_what_people_override_is_flat_and_leaves_the_rest_alone() -> None:
 def test_an_override_of_a_phase_the_recipe_lacks_is_refused() -> None:
     with pytest.raises(UserError, match="no phase 'rlhf'"):
         load_recipe("tiny-moe", {"phases": ["rlhf"]})
+
+
+def test_a_phase_is_chosen_by_its_own_name(tmp_path: Path) -> None:
+    text = shipped()["tiny-moe"].read_text().replace("  - kind: dpo\n", "  - kind: dpo\n    name: dpo-safety\n")
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    assert load_recipe(str(path), {"phases": ["dpo-safety"]}).phase_names == ("dpo-safety",)
+    with pytest.raises(UserError, match="no phase 'dpo'; it has cpt, sft, dpo-safety"):
+        load_recipe(str(path), {"phases": ["dpo"]})
