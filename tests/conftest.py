@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-# Whole flows: one worker takes them all, since a Prefect server needs as long to start as a flow to fly.
+# Whole flows. A Prefect server needs as long to start as a flow to fly, so the files that need one are two workers' work: the faults
+# alone take as long as everything else of them.
+FAULTS, SERVED = "tests/journeys/test_faults.py", "tests/journeys/test_served.py"
 WITH_SERVER = ("tests/journeys/", "tests/flows/")
 # One worker for both, since they look at the same minute of training.
 SHARED = {"tests/training/test_resume.py": "tests/training/test_cascade.py"}
@@ -17,7 +19,13 @@ SHARED = {"tests/training/test_resume.py": "tests/training/test_cascade.py"}
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The long files begin first, so that they are not the tail."""
     long = {_file(item.nodeid) for item in items if item.get_closest_marker("train")}
-    items.sort(key=lambda item: (_group(item.nodeid) != "prefect", _file(item.nodeid) not in long))
+    first = (FAULTS, SERVED)
+    items.sort(
+        key=lambda item: (
+            first.index(_group(item.nodeid)) if _group(item.nodeid) in first else len(first),
+            _file(item.nodeid) not in long,
+        )
+    )
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -34,7 +42,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 def _group(nodeid: str) -> str:
     file = _file(nodeid)
-    return "prefect" if file.startswith(WITH_SERVER) else SHARED.get(file, file)
+    return SERVED if file.startswith(WITH_SERVER) and file != FAULTS else SHARED.get(file, file)
 
 
 def _file(nodeid: str) -> str:
