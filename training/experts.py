@@ -16,13 +16,16 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
 
 from training.errors import LivenessError
+
+if TYPE_CHECKING:
+    from kernels.dispatch import Choice
 
 ADAPTER = "default"  # TRL looks for this name
 GroupedMatmul = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -68,15 +71,26 @@ class Layer(Protocol):
 def install(model: nn.Module, layer: Layer | None = None, grouped_mm: GroupedMatmul | None = None) -> int:
     """Give every outermost wrapper of a layer's experts our forward; returns how many. LivenessError on an unknown layout.
 
-    `layer` replaces the whole routed computation, `grouped_mm` only the product of sorted rows with their experts' matrices.
+    `layer` replaces the whole routed computation, `grouped_mm` only the product of sorted rows with their experts' matrices. With neither, a
+    model in bfloat16 on a card gets what `kernels.dispatch` finds right and fastest there (`choice` tells which), any other grouped products.
     """
     wrappers = dict(outer_wrappers(model))
     for name, wrapper in wrappers.items():
         _require_known_layout(name, wrapper)
+    chosen = None
+    if layer is None and grouped_mm is None and wrappers:
+        layer, chosen = _best_layer(model, next(iter(wrappers.values())))
+    for wrapper in wrappers.values():
         wrapper.livery_calls = wrapper.livery_adapted = wrapper.livery_trained = 0
         wrapper.livery_layer = layer or _GroupedLayer(grouped_mm or torch_grouped_mm)
+        wrapper.livery_choice = chosen
         wrapper.forward = types.MethodType(_forward, wrapper)
     return len(wrappers)
+
+
+def choice(model: nn.Module) -> Choice | None:
+    """Which computation `install` chose for this card, and why; None where it had no choice to make."""
+    return next((getattr(wrapper, "livery_choice", None) for _, wrapper in outer_wrappers(model)), None)
 
 
 def outer_wrappers(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -211,6 +225,20 @@ def _factors(lora: Lora, dtype: torch.dtype) -> tuple[Tensor, Tensor, float]:
         a_ERX = nn.functional.pad(a_ERX, (0, 0, 0, missing))
         b_EOR = nn.functional.pad(b_EOR, (0, missing))
     return a_ERX, b_EOR, lora.scaling
+
+
+def _best_layer(model: nn.Module, wrapper: Any) -> tuple[Layer | None, Choice | None]:
+    """Our kernels where the card shows that they are right on it. Nothing to choose on a CPU, or in float32, which they do not take."""
+    weight = wrapper.get_param()
+    if not weight.is_cuda or weight.dtype != torch.bfloat16:
+        return None, None
+    from training import kernel_layer  # it needs triton, which a machine without a card may lack
+
+    experts, active = _active_factors(wrapper)
+    rank = max((lora.A.shape[0] // lora.num_experts for loras in active.values() for lora in loras), default=1)
+    top_k = model.config.get_text_config().num_experts_per_tok
+    chosen = kernel_layer.best(experts, top_k, rank)
+    return kernel_layer.KernelLayer(chosen.plan) if chosen.plan else None, chosen
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,10 @@ def _require_fast_paths(desk: Desk, model: Any) -> None:
     if recipe.box.device != "cuda":
         return
     slow = []
-    if "routed_experts" in recipe.adapters.groups and experts.forward_syncs(model):
+    chosen = experts.choice(model)
+    if chosen and chosen.slow:
+        slow.append(f"the routed experts run on {chosen.path}: {chosen.reason}")
+    elif "routed_experts" in recipe.adapters.groups and experts.forward_syncs(model):
         slow.append("the routed experts' grouped products wait for the host on this card")
     if "linear_attention" in recipe.adapters.groups and not packing.has_fast_rule():
         slow.append("flash-linear-attention is not installed, the gated delta net runs in plain torch")

@@ -1,0 +1,96 @@
+"""Run by test_kernel_layer.py under Triton's interpreter: a one-layer Qwen-MoE, once on grouped products and once on our kernels."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from kernels.grouped_gemm import Thin
+from kernels.moe_lora import Plan, Tile
+from training import experts
+from training.kernel_layer import KernelLayer
+
+PLAN = Plan(
+    "tiny",
+    tma=False,
+    rows=32,
+    up=Tile(32, 64, 4, 2),
+    down=Tile(64, 32, 4, 2, tall=True),
+    down_backward=Tile(32, 64, 4, 2),
+    up_backward=Tile(64, 64, 4, 2, tall=True),
+    thin=Thin(64, 4, 2),
+    gradients=Tile(32, 32, 4, 2),
+)
+IDS = torch.randint(3, 60, (2, 7), generator=torch.Generator().manual_seed(0))
+
+
+def adapted() -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=64,
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+    base = AutoModelForCausalLM.from_config(config).requires_grad_(False)
+    routed = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = get_peft_model(
+        base, LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "o_proj"], target_parameters=routed)
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+            elif "experts" in name and "base" in name and "lora" not in name:
+                parameter.normal_(std=0.2)
+    return model
+
+
+def two_micro_batches(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    model.train()
+    loss = sum(model(input_ids=ids, labels=ids, use_cache=False).loss for ids in IDS.split(1))
+    loss.backward()
+    return float(loss.detach()), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def same(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == wanted.keys() and sum("experts" in name for name in wanted) == 4
+    for name, gradient in wanted.items():
+        error = float((ours[name] - gradient).norm() / gradient.norm())
+        assert gradient.norm() > 0 and error < 1e-5, (name, error)
+
+
+if __name__ == "__main__":
+    grouped = adapted()
+    kernels = copy.deepcopy(grouped)
+    experts.install(grouped)
+    assert experts.choice(grouped) is None
+    experts.install(kernels, layer=KernelLayer(PLAN))
+    wanted_loss, wanted = two_micro_batches(grouped)
+    loss, gradients = two_micro_batches(kernels)
+    assert abs(loss - wanted_loss) < 1e-5, (loss, wanted_loss)
+    same(gradients, wanted)
+
+    for model in (grouped, kernels):  # after a step the kernels' copies of the factors are new
+        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True).step()
+    with torch.no_grad():
+        after = [model(input_ids=IDS[:1], use_cache=False).logits for model in (grouped, kernels)]
+        with grouped.disable_adapter(), kernels.disable_adapter():
+            off = [model(input_ids=IDS[:1], use_cache=False).logits for model in (grouped, kernels)]
+    torch.testing.assert_close(after[1], after[0], rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(off[1], off[0], rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(after[0], off[0], atol=1e-3)
