@@ -50,6 +50,7 @@ def _up(arguments: argparse.Namespace) -> int:
     from deployments.demo import say
     from deployments.up import Stopped, UpError, running, unwinding_on_signals
 
+    say("starting a Prefect server if none answers, then the deployments …")
     try:
         with unwinding_on_signals(), running(force_rehearsal=arguments.rehearsal, faults=arguments.fault) as up:
             where = "the embedded rehearsal (no account configured)" if up.rehearsal else "your market account"

@@ -42,6 +42,7 @@ def demo(faults: list[str], *, keep_up: bool, recipe: str | None = None) -> int:
             reap_twice(up)
         code = conclude(up, run["id"], state, time.monotonic() - began)
         if keep_up:
+            say(f"its page: {ui_link(up, run['id'])}")
             with contextlib.suppress(Stopped):
                 hold(up)
     return code
@@ -118,7 +119,7 @@ def conclude(up: Up, run_id: str, state: str, seconds: float) -> int:
     world = up.rehearsal.control.state()
     left, rate = world["instances_left"], world["billed_now_usd_per_h"]
     print(f"instances left: {left}   (billed now: {dollars(rate)} an hour, ever rented: {len(world['instances'])})")
-    print(f"the run ended {state} after {seconds:.0f} s: {ui_link(up, run_id)}")
+    print(f"the run ended {state} after {seconds:.0f} s")
     ended_well = state == "Completed" or (state == "Crashed" and run_id in _killed)
     return 0 if ended_well and left == 0 and receipt is not None else 1
 

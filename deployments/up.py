@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from dotenv import dotenv_values
 
 from deployments import rehearsal, seed
 from deployments.catalogue import served
@@ -24,7 +25,7 @@ from deployments.processes import Child, free_port
 from tasks.domain import BOX_LIMIT
 
 STATE = Path(".livery")
-_SERVER_START_S, _SERVE_START_S = 120, 90
+_SERVER_START_S, _SERVE_START_S = 300, 180  # half a minute on an idle machine; these are for a very busy one
 # Longer than a destroy in a hurry (15 s) and the hooks after it: a serve process that is stopped gives its boxes back first.
 _SERVE_STOP_S = 90
 
@@ -89,11 +90,12 @@ def running(
     `private_server` takes a free port and a Prefect home of its own, so that nobody's profile is touched.
     """
     with contextlib.ExitStack() as stack:
+        _require_known(faults)
         environ = {**os.environ, **_prefect_environment(private_server), **(extra_env or {})}
         up = Up(environ, environ["PREFECT_API_URL"])
         server = None if _answers(up.api_url) else _start_server(up, stack)
         if with_market and (force_rehearsal or not has_account()):
-            up.rehearsal = stack.enter_context(rehearsal.start((STATE / "rehearsal").resolve(), faults=faults))
+            up.rehearsal = stack.enter_context(_rehearsal(faults))
             environ.update(up.rehearsal.env, LIVERY_STATE_DIR=str((STATE / "state").resolve()), **_REHEARSAL_PACE)
             seed_with(up.rehearsal.env)
         elif faults:
@@ -119,23 +121,40 @@ _REHEARSAL_PACE = {"LIVERY_LEASE_S": "20", "LIVERY_LEASE_RENEW_S": "3", "LIVERY_
 
 
 def has_account() -> bool:
-    """Is a market account configured, by the environment or `.env`? Only the names are looked at."""
-    names = {name for name, value in os.environ.items() if value}
-    with contextlib.suppress(OSError):
-        names |= {
-            line.partition("=")[0].strip().removeprefix("export ").strip()
-            for line in Path(".env").read_text().splitlines()
-            if line.partition("=")[2].strip()
-        }
-    return "LIVERY_MARKET_API_KEY" in names
+    """Is a market account configured, by the environment or `.env`?"""
+    return bool(_configured("LIVERY_MARKET_API_KEY"))
+
+
+def _configured(name: str) -> str | None:
+    """What the environment says, or else `.env`, as Prefect and our settings read it; an empty value is none."""
+    return os.environ.get(name) or dotenv_values(".env").get(name) or None
+
+
+def _require_known(faults: Sequence[str]) -> None:
+    """Before anything is started: a fault that nobody knows would be found by the rehearsal half a minute later."""
+    try:
+        for fault in faults:
+            rehearsal.parse_fault(fault)
+    except ValueError as error:
+        raise UpError(f"{error}\n(the list: python -m deployments.rehearsal --faults)") from None
+
+
+@contextlib.contextmanager
+def _rehearsal(faults: Sequence[str]) -> Iterator[rehearsal.Rehearsal]:
+    with contextlib.ExitStack() as stack:
+        try:
+            started = stack.enter_context(rehearsal.start((STATE / "rehearsal").resolve(), faults=faults))
+        except RuntimeError as error:
+            raise UpError(str(error)) from None
+        yield started
 
 
 def _prefect_environment(private: bool) -> dict[str, str]:
-    home = (STATE / "prefect").resolve() if private else Path(os.environ.get("PREFECT_HOME", Path.home() / ".prefect"))
+    home = (STATE / "prefect").resolve() if private else Path(_configured("PREFECT_HOME") or Path.home() / ".prefect")
     url = (
         f"http://127.0.0.1:{free_port()}/api"
         if private
-        else os.environ.get("PREFECT_API_URL", "http://127.0.0.1:4200/api")
+        else _configured("PREFECT_API_URL") or "http://127.0.0.1:4200/api"
     )
     return {
         "PREFECT_HOME": str(home),

@@ -35,7 +35,9 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check)
     plan = commands.add_parser("plan", help="what a run would take and which offers fit; spends nothing")
     plan.add_argument("recipe")
-    plan.add_argument("--json", action="store_true")
+    plan.add_argument("--tier", help="another tier than the recipe's")
+    plan.add_argument("--max-dph", type=float, metavar="USD", help="another cap on $/h than the recipe's")
+    plan.add_argument("--json", action="store_true", help="the whole plan as JSON on standard output")
     plan.set_defaults(run=_plan)
     finetune = commands.add_parser("finetune", help="one run, watched from this terminal (PREFECT_API_URL must answer)")
     finetune.add_argument("recipe")
@@ -46,6 +48,8 @@ def _parser() -> argparse.ArgumentParser:
     receipt = commands.add_parser("receipt", help="write and print the receipt of a flow run")
     receipt.add_argument("flow_run_id")
     receipt.set_defaults(run=_receipt)
+    hosts = commands.add_parser("hosts", help="machines that failed, what they cost, and until when they are left out")
+    hosts.set_defaults(run=_hosts)
     reaper = commands.add_parser("reaper", help="one sweep without Prefect: list, judge, destroy, confirm")
     reaper.add_argument("--dry-run", action="store_true")
     reaper.set_defaults(run=_reaper)
@@ -54,8 +58,10 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(arguments: argparse.Namespace) -> int:
     from tasks.recipes import load_recipe
+    from tasks.rules.filters import require_consistent
 
     recipe = load_recipe(arguments.recipe)
+    require_consistent(recipe)
     print(
         f"{recipe.name}: {recipe.model.source}, phases {', '.join(recipe.phase_names)}, tier {recipe.box.tier}, at most ${recipe.budget.max_usd:g}: the recipe is well formed"
     )
@@ -74,9 +80,19 @@ def _data(name: str, recipe: Recipe) -> str:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    from flows.plan import main as plan
+    import logging
 
-    return plan([arguments.recipe, *(["--json"] if arguments.json else [])])
+    from tasks.offers import plan_today, require_rentable
+    from tasks.plan_table import plan_table
+    from tasks.recipes import load_recipe
+    from tasks.settings import settings
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(message)s")
+    overrides = {"tier": arguments.tier, "max_dph_usd": arguments.max_dph}
+    planned = plan_today(load_recipe(arguments.recipe, overrides), settings())
+    print(planned.model_dump_json(indent=1) if arguments.json else plan_table(planned))
+    require_rentable(planned)
+    return 0
 
 
 def _finetune(arguments: argparse.Namespace) -> int:
@@ -102,6 +118,17 @@ def _receipt(arguments: argparse.Namespace) -> int:
 
     receipt = settle(arguments.flow_run_id, "command")
     print(table(receipt) if receipt else f"flow run {arguments.flow_run_id} left no flight record: it rented nothing")
+    return 0
+
+
+def _hosts(arguments: argparse.Namespace) -> int:
+    import time
+
+    from tasks.hosts import read_hosts, table
+    from tasks.settings import settings
+    from tasks.stores import checked_store
+
+    print(table(read_hosts(checked_store(settings())), now=time.time()))
     return 0
 
 

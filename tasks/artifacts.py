@@ -19,8 +19,8 @@ from prefect.exceptions import PrefectException
 
 from tasks.domain import Plan, Receipt
 from tasks.phase import PHASES_CAPTION, Pace, RunView
+from tasks.plan_table import CAPTION, facts, filter_rows, offer_rows
 from tasks.receipt import markdown
-from tasks.rules.memory import parts_sentence
 from training.contract.manifest import Manifest
 from training.contract.recipe import Recipe
 
@@ -125,38 +125,19 @@ def _spread(mean: float | None, deviation: float | None) -> str:
 
 
 def show_plan(plan: Plan) -> None:
-    rows = [
-        {
-            "offer": ranked.offer.id,
-            "card": ranked.offer.gpu_name,
-            "$ for the run": round(ranked.run_usd, 4),
-            "$/h": ranked.offer.dph_total_usd,
-            "country": ranked.offer.country,
-            "verdict": ranked.sentence or "fits",
-        }
-        for ranked in plan.offers[:20]
-    ]
-    rows += [
-        {
-            "offer": "",
-            "card": f"filter {count.rule}",
-            "verdict": f"removes {count.removed}" + (f"; {count.loosen}" if count.loosen else ""),
-        }
-        for count in plan.funnel
-        if count.removed
-    ]
+    """Two tables: the offers that fit, cheapest run first, and the funnel of the filters."""
     _shown(
         lambda: create_table_artifact(
-            table=rows,
-            key="offers",
-            description=f"{plan.found} offers found, {len(plan.offers)} fit; {plan.hours:.2f} h ({plan.hours_from}){_memory(plan)}",
+            table=offer_rows(plan), key="offers", description="  \n".join([f"Plan of run **{plan.run}**", *facts(plan)])
         )
     )
-
-
-def _memory(plan: Plan) -> str:
-    fit = plan.memory
-    return f"; memory {fit.needed_gb:.1f} of {fit.available_gb:.1f} GB ({parts_sentence(fit)})" if fit else ""
+    _shown(
+        lambda: create_table_artifact(
+            table=filter_rows(plan),
+            key="filters",
+            description=f"{plan.found} offers found, {len(plan.offers)} pass; {CAPTION}",
+        )
+    )
 
 
 def show_phases(rows: list[dict[str, Any]]) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tasks import hosts, install, preflight
 from tasks import prefetch as prefetching
@@ -10,10 +13,12 @@ from tasks import rent as renting
 from tasks.destroy import destroy_run, read_intents
 from tasks.domain import Box, Label, RankedOffer
 from tasks.errors import BootFailed, BoxError, DestroyUnverified, OfferGone, Rejected
+from tasks.flight import spent_usd
 from tasks.phase import RUNNER, Watcher
 from tasks.remote.bundle import box_zip, onstart
 from tasks.remote.jobs import EventTail, Jobs
 from tasks.remote.ssh import make_key, wait_for_login
+from tasks.rules.pricing import phase_s
 from tasks.run import Run
 from tasks.stores import private_env
 from training.box.store import StoreError
@@ -29,6 +34,7 @@ def rent(run: Run, ranked: RankedOffer, attempt: int) -> Box:
     offer = ranked.offer
     label = Label(flow_run_id=run.flow_run_id, attempt=attempt, hard_end=run.hard_end)
     run.flight.begin_attempt(attempt, label.text, offer)
+    run.preflight_left_s = preflight.PREFLIGHT_S
     log.info(
         "attempt %d: offer %d on machine %d, %s, $%.3f an hour",
         attempt,
@@ -103,8 +109,8 @@ def _send_first_things(run: Run, box: Box) -> None:
 
 
 def check(run: Run) -> None:
-    with run.flight.span("preflight"):
-        preflight.check_box(run.login, run.recipe)
+    with _timed(run, "preflight"):
+        preflight.check_box(run.login, run.recipe, within_s=run.preflight_left_s)
 
 
 def install_transfer(run: Run) -> None:
@@ -113,8 +119,8 @@ def install_transfer(run: Run) -> None:
 
 
 def check_links(run: Run) -> None:
-    with run.flight.span("preflight links"):
-        preflight.check_links(run.login, run.recipe)
+    with _timed(run, "preflight links"):
+        preflight.check_links(run.login, run.recipe, within_s=run.preflight_left_s)
 
 
 def start_prefetch(run: Run) -> None:
@@ -127,8 +133,9 @@ def install_training(run: Run) -> None:
 
 
 def check_device(run: Run) -> None:
+    planned = {phase.name: phase_s(run.recipe, phase.name) / phase.steps for phase in run.recipe.phases}
     with run.flight.span("preflight device"):
-        preflight.check_device(run.login, run.recipe)
+        preflight.check_device(run.login, run.recipe, within_s=run.preflight_left_s, planned_step_s=planned)
 
 
 def prefetch(run: Run) -> None:
@@ -180,7 +187,9 @@ def give_back(run: Run, error: BoxError) -> None:
             f"box {list(result.unverified)} may still bill: {result.reason}; no other is rented beside it"
         ) from error
     if error.blame == "host":
-        _remember(run, machine_id, str(error).splitlines()[0])
+        _remember(run, machine_id, error)
+    elif error.blame == "image":
+        run.image_faults.setdefault(error.fault, []).append(machine_id)
     run.refresh()
 
 
@@ -218,8 +227,23 @@ def _recall_boxes(run: Run) -> None:
         log.warning("attempt %d: its intent cannot be read: %s", run.attempts, error)
 
 
-def _remember(run: Run, machine_id: int, reason: str) -> None:
+def _remember(run: Run, machine_id: int, error: BoxError) -> None:
+    """With what its box cost, by the price an hour: the market's own charges are known only later."""
+    flight, now = run.flight.flight, run.clock()
+    usd = spent_usd(flight.model_copy(update={"attempts": flight.attempts[-1:]}), now)
+    offers = (ranked.offer for ranked in run.planned.offers)
+    host_id = next((offer.host_id for offer in offers if offer.machine_id == machine_id), None)
+    reason, kind = str(error).splitlines()[0], hosts.kind_of(error)
     try:
-        hosts.remember(run.store, machine_id, reason, now=run.clock())
-    except StoreError as error:
-        log.warning("machine %d is not remembered: %s", machine_id, error)
+        hosts.remember(run.store, machine_id, kind, reason, now=now, host_id=host_id, usd=usd, run=run.recipe.name)
+    except StoreError as trouble:
+        log.warning("machine %d is not remembered: %s", machine_id, trouble)
+
+
+@contextmanager
+def _timed(run: Run, step: str) -> Iterator[None]:
+    """A span that uses up the box's time for checks."""
+    began = time.monotonic()
+    with run.flight.span(step):
+        yield
+    run.preflight_left_s -= time.monotonic() - began

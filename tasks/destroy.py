@@ -140,8 +140,9 @@ class _Hunt:
             return False
         present = self.targets(listing) | (self.known & _ids(listing))
         self.known |= present
-        self._ask(present)
         blind = _blind_spot(listing)
+        # A listing that leaves rows out may leave out ours: then known boxes are asked to go unseen, too.
+        self._ask(present | self.known if blind else present)
         if present:
             self.problem = blind or self.problem
             return False

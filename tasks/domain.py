@@ -76,12 +76,21 @@ class Offer(Frozen):
 
 
 class FilterCount(Frozen):
-    """What one filter did, alone, to the offers found."""
+    """What one filter did to the offers found."""
 
     rule: str
     removed: int
+    """By this rule applied alone, so the counts of several rules overlap."""
+    cheapest_removed_usd: float | None = None
+    """$/h of the cheapest offer among them."""
+    alone: int = 0
+    """Of them, those that no other rule is against: what loosening this one rule would give."""
     cheapest_lost_usd: float | None = None
-    """$/h of the cheapest offer that this rule alone removed."""
+    """$/h of the best of these."""
+    gain_run_usd: float | None = None
+    """The whole run on it."""
+    gain: str = ""
+    """What stands against it: seen and wanted."""
     loosen: str = ""
     """What to write in the recipe to get it back."""
 
@@ -89,7 +98,9 @@ class FilterCount(Frozen):
 class RankedOffer(Frozen):
     offer: Offer
     run_usd: float
-    """GPU hours, disk, boot and every GB both ways, for the whole run."""
+    """GPU hours, disk, boot, every GB both ways and the boxes expected to fail, for the whole run."""
+    bytes_usd: float = 0.0
+    """Of it, for bytes down and up."""
     sentence: str = ""
 
 
@@ -104,6 +115,9 @@ class Plan(Frozen):
     memory: MemoryPlan | None = None
     hours: float
     hours_from: Literal["measured", "predicted"]
+    """`measured` only if every phase's pace was."""
+    notes: tuple[str, ...] = ()
+    """Where pace, unfit boxes and places come from, and what does not fit the budget; a sentence each."""
     run_usd: float | None
     """Of the best offer; None if there is none."""
     max_usd: float
@@ -111,6 +125,10 @@ class Plan(Frozen):
     funnel: tuple[FilterCount, ...]
     found: int
     """Offers that the market returned."""
+    advice: str = ""
+    """Which single filter to loosen, when no offer passed."""
+    credit_usd: float | None = None
+    """The account's money; None if the market does not say."""
 
 
 class Intent(Frozen):
@@ -162,6 +180,11 @@ class Instance(Frozen):
     end_date: float | None = None
     endpoints: tuple[Endpoint, ...] = ()
     """Direct first, proxy second; they change after a reboot, so ask again before each reconnect."""
+
+    @property
+    def taken_back(self) -> bool:
+        """Outbid, out of credit, or reclaimed by its host: contract, wish and schedule all say stopped."""
+        return self.cur_state == self.intended_status == self.next_state == "stopped"
 
 
 class UnparsedInstance(Frozen):

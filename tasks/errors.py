@@ -53,8 +53,8 @@ class AuthError(MarketError):
 
 
 class RateLimited(MarketError):
-    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, retry_after_s: float | None = None, instance_id: int | None = None) -> None:
+        super().__init__(message, instance_id=instance_id)
         self.retry_after_s = retry_after_s
 
 
@@ -91,13 +91,15 @@ class ShapeError(MarketError):
 
 
 class BoxError(LiveryError):
-    """`blame` host: the machine is remembered and left out for a while; other: the machine is innocent."""
+    """`blame` host: the machine is remembered and left out for a while; image: two boxes with the same `fault` end the run; other: the
+    machine is innocent. `fault` names what failed in one word, such as a check's id."""
 
     exit_code = 4
 
-    def __init__(self, message: str, *, blame: Literal["host", "other"] = "host") -> None:
+    def __init__(self, message: str, *, blame: Literal["host", "image", "other"] = "host", fault: str = "") -> None:
         super().__init__(message)
         self.blame = blame
+        self.fault = fault
 
 
 class BootFailed(BoxError):

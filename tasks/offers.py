@@ -2,21 +2,61 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
 from tasks.domain import Offer, Plan, RankedOffer
-from tasks.errors import NoOffers, UserError
+from tasks.errors import AuthError, NoOffers, UserError
+from tasks.experience import read_experience
 from tasks.hosts import bad_machines
+from tasks.log import guard_secrets
+from tasks.market import open_market
 from tasks.market.protocol import Market
-from tasks.rules.filters import Want, funnel, survivors
-from tasks.rules.memory import parts_sentence, require_fit
-from tasks.rules.pricing import Cost, run_cost
+from tasks.plan_table import no_offers_sentence
+from tasks.rules.filters import Want, require_consistent, sift
+from tasks.rules.location import near_bucket
+from tasks.rules.memory import require_fit
+from tasks.rules.pricing import (
+    CREDIT_MARGIN,
+    Cost,
+    Experience,
+    Work,
+    checkpoint_gb,
+    cost_of,
+    mbps_for,
+    money,
+    work_left,
+)
 from tasks.rules.tiers import TIERS
+from tasks.settings import Settings
+from tasks.stores import checked_store
 from training.box.store import Store
-from training.contract.claims import ClaimError, newest_manifest
-from training.contract.manifest import ManifestError, parse_manifest
+from training.contract.claims import ClaimError, newest_manifests
+from training.contract.manifest import ManifestError
+from training.contract.memory import MemoryPlan
 from training.contract.recipe import Recipe
-from training.contract.shapes import ModelShape, ShapeError, read_shape
+from training.contract.shapes import ModelShape, ShapeError, read_shape, shape_of
+
+
+def plan_today(recipe: Recipe, settings: Settings) -> Plan:
+    """The plan by today's market and what the bucket already holds. Writes nothing anywhere.
+
+    UserError for a mistake in recipe or settings, a refused key among them; other errors of the market as they are.
+    """
+    guard_secrets(settings)
+    recipe, location = near_bucket(recipe, settings.s3_region, settings.s3_endpoint_url)
+    store, market = checked_store(settings), open_market(settings)
+    try:
+        plan = plan_run(recipe, market, store, now=time.time(), done=done_phases(recipe, store))
+    except AuthError as error:
+        raise refused_key(error) from None
+    return plan.model_copy(update={"notes": (*plan.notes, location)})
+
+
+def refused_key(error: AuthError) -> UserError:
+    return UserError(f"LIVERY_MARKET_API_KEY: the market refuses this key ({error}); see .env.example")
 
 
 def plan_run(
@@ -31,22 +71,45 @@ def plan_run(
     """The plan of a run: memory, hours, dollars, ranked offers, and what each filter removed.
 
     `done` are phases complete in the bucket, `tried` machines of this run's earlier attempts; machines remembered in the bucket are
-    left out. UserError if the recipe does not fit its card; errors of market and bucket as they are.
+    left out. UserError if the recipe contradicts itself or does not fit its card; errors of market and bucket as they are.
     """
+    require_consistent(recipe)
     shape = mirrored_shape(recipe, store)
     memory = require_fit(recipe, shape)
     offers = market.search(recipe.box)
-    bad = bad_machines(store, now=now)
-    costs = {offer.id: run_cost(recipe, offer, done, shape) for offer in offers}
-    expected = _expected(recipe, done, offers, costs, shape)
+    bad = {**bad_machines(store, now=now, offers=offers), **dict.fromkeys(tried, "tried in this run")}
+    experience = read_experience(store, recipe, done)
+    plan = choose(recipe, offers, done=done, shape=shape, memory=memory, bad=bad, experience=experience)
+    credit_usd = market.credit_usd()
+    # A host of one's own is never short of money, and no JSON knows infinity.
+    known = credit_usd is not None and math.isfinite(credit_usd)
+    return plan.model_copy(update={"credit_usd": credit_usd if known else None})
+
+
+def choose(
+    recipe: Recipe,
+    offers: Sequence[Offer],
+    *,
+    done: Collection[str] = (),
+    shape: ModelShape | None = None,
+    memory: MemoryPlan | None = None,
+    bad: Mapping[int, str] | None = None,
+    experience: Experience | None = None,
+) -> Plan:
+    """Filter, price and rank: the whole decision, without asking anybody anything."""
+    work = work_left(recipe, done, shape, experience)
+    costs = {offer.id: cost_of(work, offer) for offer in offers}
     want = Want(
         box=recipe.box,
-        needed_s=expected.hours * 3600,
-        bad_machines={**bad, **dict.fromkeys(tried, "tried in this run")},
+        prefetch_mbps=mbps_for(recipe.model.size_gb, recipe.budget.prefetch_s),
+        upload_mbps=mbps_for(checkpoint_gb(recipe, shape or shape_of(recipe.model)), recipe.budget.upload_s),
+        bad_machines=bad or {},
         max_usd=recipe.budget.max_usd,
         run_usd={offer_id: cost.usd for offer_id, cost in costs.items()},
     )
-    ranked = rank(survivors(offers, want), costs)
+    expected = _expected(want, work, offers, costs)
+    sifted = sift(offers, replace(want, needed_s=expected.hours * 3600))
+    ranked = rank(sifted.passed, costs)
     best = costs[ranked[0].offer.id] if ranked else expected
     return Plan(
         run=recipe.name,
@@ -56,11 +119,13 @@ def plan_run(
         memory=memory,
         hours=round(best.hours, 4),
         hours_from=best.hours_from,
+        notes=(*work.notes, *_over_time(recipe, best.hours)),
         run_usd=ranked[0].run_usd if ranked else None,
         max_usd=recipe.budget.max_usd,
         offers=tuple(ranked),
-        funnel=funnel(offers, want),
+        funnel=sifted.counts,
         found=len(offers),
+        advice=sifted.advice,
     )
 
 
@@ -87,17 +152,13 @@ def mirrored_shape(recipe: Recipe, store: Store) -> ModelShape | None:
 def done_phases(recipe: Recipe, store: Store) -> tuple[str, ...]:
     """Phases that need no training any more by their manifests alone. A run checks their data as well, a plan has no need of it."""
     done: list[str] = []
-    for name in recipe.phase_names:
-        try:
-            newest = newest_manifest(store, recipe.name, name)
-            if newest is None:
+    try:
+        for _, manifest in newest_manifests(store, recipe.name, recipe.phase_names):
+            if not manifest.complete or manifest.phase_digest != recipe.phase_digest(manifest.phase):
                 break
-            manifest = parse_manifest(newest[1], newest[0])
-        except (ClaimError, ManifestError) as error:
-            raise UserError(str(error)) from None
-        if not manifest.complete or manifest.phase_digest != recipe.phase_digest(name):
-            break
-        done.append(name)
+            done.append(manifest.phase)
+    except (ClaimError, ManifestError) as error:
+        raise UserError(str(error)) from None
     return tuple(done)
 
 
@@ -105,83 +166,55 @@ def rank(offers: Sequence[Offer], costs: Mapping[int, Cost]) -> list[RankedOffer
     """Cheapest run first; among equals the more reliable machine."""
     order = sorted(offers, key=lambda offer: (round(costs[offer.id].usd, 4), -(offer.reliability or 0.0), offer.id))
     return [
-        RankedOffer(offer=offer, run_usd=round(costs[offer.id].usd, 4), sentence=costs[offer.id].sentence)
+        RankedOffer(offer=offer, run_usd=round(cost.usd, 4), bytes_usd=round(cost.bytes_usd, 4), sentence=cost.sentence)
         for offer in order
+        if (cost := costs[offer.id])
     ]
 
 
-def best_offer(plan: Plan) -> RankedOffer:
-    """The offer to rent; NoOffers with what each filter removed if there is none."""
-    if plan.offers:
-        return plan.offers[0]
-    raise NoOffers(no_offers_sentence(plan))
+def require_rentable(plan: Plan) -> RankedOffer:
+    """The offer to rent. NoOffers with what each filter removed if there is none, UserError if the account cannot pay for it."""
+    if not plan.offers:
+        raise NoOffers(no_offers_sentence(plan))
+    require_credit(plan)
+    return plan.offers[0]
 
 
-def no_offers_sentence(plan: Plan) -> str:
-    if plan.found == 0:
-        return f"no offers: the market has nothing of this tier at all for run '{plan.run}'; wait, or take another box.tier"
-    lines = [f"no offers: none of {plan.found} passes every filter (a count is what the filter removes alone):"]
-    for count in sorted(plan.funnel, key=lambda entry: -entry.removed):
-        if count.removed:
-            gain = "" if count.cheapest_lost_usd is None else f"; would give ${count.cheapest_lost_usd:.3f}/h"
-            lines.append(f"  {count.rule}: {count.removed} ({count.loosen}{gain})")
-    return "\n".join([*lines, "  nothing is loosened by itself; change the recipe or try again later"])
+def require_credit(plan: Plan) -> None:
+    """UserError if the account's money will not last for the best offer. A market that does not say is asked again before renting."""
+    if plan.credit_usd is None or not plan.offers:
+        return
+    needed = plan.offers[0].run_usd * CREDIT_MARGIN
+    if plan.credit_usd < needed:
+        raise UserError(
+            f"credit: {money(plan.credit_usd)} left in the market's account, run '{plan.run}' needs {money(needed)} "
+            f"({money(plan.offers[0].run_usd)} on the best offer and a fifth more); add at least {money(needed - plan.credit_usd)} or train less"
+        )
 
 
-def plan_table(plan: Plan, *, rows: int = 15) -> str:
-    """The plan for a terminal."""
-    fit = plan.memory
-    lines = [
-        f"plan of run '{plan.run}': {', '.join(plan.phases)}"
-        + (f" (done: {', '.join(plan.done)})" if plan.done else ""),
-        f"  {plan.steps_left} steps left, {plan.hours:.2f} h ({plan.hours_from}), "
-        + ("no offer" if plan.run_usd is None else f"${plan.run_usd:.2f} on the best offer")
-        + f", budget ${plan.max_usd:.2f}",
+def _over_time(recipe: Recipe, hours: float) -> list[str]:
+    allowed = recipe.budget.max_hours
+    if hours <= allowed:
+        return []
+    return [
+        f"about {hours:.1f} h are needed and budget.max_hours allows {allowed:g}: it will stop at a manifest and go on when it is run again"
     ]
-    if fit:
-        guess = "" if fit.exact else "; estimated from model.size_gb, no config.json was found in the bucket"
-        lines.append(
-            f"  memory: {fit.needed_gb:.1f} of {fit.available_gb:.1f} GB in phase {fit.phase} ({parts_sentence(fit)}){guess}"
-        )
-    if plan.offers:
-        lines.append(f"  {'offer':>10} {'machine':>8} {'card':<20}{'$ run':>9}{'$/h':>8}{'up':>7}{'down':>7}  where")
-    for ranked in plan.offers[:rows]:
-        offer = ranked.offer
-        lines.append(
-            f"  {offer.id:>10} {offer.machine_id:>8} {offer.gpu_name[:19]:<20}{ranked.run_usd:>9.3f}{offer.dph_total_usd:>8.3f}"
-            f"{offer.inet_up_mbps or 0:>7.0f}{offer.inet_down_mbps or 0:>7.0f}  {offer.geolocation or '-'}"
-        )
-    lines.append(f"  {plan.found} offers found, {len(plan.offers)} pass; each filter alone removes:")
-    for count in plan.funnel:
-        if count.removed:
-            gain = (
-                "" if count.cheapest_lost_usd is None else f"; only this one keeps out ${count.cheapest_lost_usd:.3f}/h"
-            )
-            lines.append(f"  {count.removed:>10} {count.rule}: {count.loosen}{gain}")
-    return "\n".join(lines)
 
 
-def _expected(
-    recipe: Recipe,
-    done: Collection[str],
-    offers: Sequence[Offer],
-    costs: Mapping[int, Cost],
-    shape: ModelShape | None,
-) -> Cost:
-    """The hours to plan with before an offer is chosen: the slowest of those that keep the recipe's floors, or the floors themselves."""
-    box = recipe.box
+def _expected(want: Want, work: Work, offers: Sequence[Offer], costs: Mapping[int, Cost]) -> Cost:
+    """The hours to plan with before an offer is chosen: the slowest of those that keep the floors, or the floors themselves."""
+    down_mbps, up_mbps = want.down_floor_mbps, want.up_floor_mbps
     fast = [
         costs[offer.id]
         for offer in offers
-        if (offer.inet_down_mbps or 0) >= box.min_inet_down_mbps and (offer.inet_up_mbps or 0) >= box.min_inet_up_mbps
+        if (offer.inet_down_mbps or 0) >= down_mbps and (offer.inet_up_mbps or 0) >= up_mbps
     ]
-    at_the_floor = run_cost(recipe, _floor_offer(recipe), done, shape)
-    return max(fast, key=lambda cost: cost.hours, default=at_the_floor)
+    return max(fast, key=lambda cost: cost.hours, default=None) or cost_of(work, _floor_offer(want))
 
 
-def _floor_offer(recipe: Recipe) -> Offer:
-    """An offer that keeps the recipe's floors and no more, for a plan when there is none."""
-    box, tier = recipe.box, TIERS[recipe.box.tier]
+def _floor_offer(want: Want) -> Offer:
+    """An offer that keeps the floors and no more, for a plan when there is none."""
+    box, tier = want.box, TIERS[want.box.tier]
     return Offer(
         id=0,
         machine_id=0,
@@ -190,6 +223,6 @@ def _floor_offer(recipe: Recipe) -> Offer:
         gpu_ram_mb=tier.min_memory_mb,
         disk_space_gb=box.disk_gb,
         dph_total_usd=box.max_dph_usd,
-        inet_down_mbps=max(box.min_inet_down_mbps, 50),
-        inet_up_mbps=max(box.min_inet_up_mbps, 50),
+        inet_down_mbps=max(want.down_floor_mbps, 50),
+        inet_up_mbps=max(want.up_floor_mbps, 50),
     )

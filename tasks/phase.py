@@ -31,6 +31,8 @@ from training.contract.recipe import Budget
 
 log = logging.getLogger(__name__)
 RUNNER = "runner"
+# For a runner told to stop to end its micro-batch and save; the upload of what it saved comes on top.
+LAST_SAVE_S = 30
 PHASES_CAPTION = "Loss first and last, reward (mean ± deviation), of each LoRA group its norm at the end of the phase (and the norm of its change in it), and the mean pace of the steps on this box"
 # What a passed liveness check measured, by its stage.
 _STAGES = {
@@ -186,12 +188,9 @@ class RunView:
                 self._step(event)
             case Guard():
                 groups = ", ".join(f"{name} {value:.3g}" for name, value in sorted(event.groups.items()))
+                stage = _STAGES.get(event.stage, event.stage)
                 log.info(
-                    "phase %s step %d: alive: %s: %s",
-                    event.phase,
-                    event.step,
-                    _STAGES.get(event.stage, event.stage),
-                    groups,
+                    "phase %s step %d: alive: %s%s", event.phase, event.step, stage, f": {groups}" if groups else ""
                 )
             case CheckpointSaved():
                 log.info(
@@ -214,7 +213,7 @@ class RunView:
             case Transfer():
                 self._transfer(event)
             case Notice():
-                log.warning("box: %s: %s", event.what, event.reason)
+                log.log(logging.INFO if event.routine else logging.WARNING, "box: %s: %s", event.what, event.reason)
             case Evaluated():
                 self.evaluated.append(event)
                 log.info(
@@ -320,12 +319,12 @@ class Watcher:
     def _refuse_overspent(self) -> None:
         spent = self._spent_usd()
         if spent >= self._budget.max_usd:
-            self._jobs.stop(RUNNER, grace_s=30)
+            self._jobs.stop(RUNNER, grace_s=LAST_SAVE_S + self._budget.last_upload_s)
             raise BudgetReached(
                 f"spent about ${spent:.4f} of budget.max_usd = ${self._budget.max_usd:.2f}; what the manifests name is in the bucket, raise the budget and run again to go on"
             )
         if self._clock() >= self._deadline:
-            self._jobs.stop(RUNNER, grace_s=30)
+            self._jobs.stop(RUNNER, grace_s=LAST_SAVE_S + self._budget.last_upload_s)
             raise BudgetReached(
                 f"budget.max_hours = {self._budget.max_hours:g} is over; what the manifests name is in the bucket, run again to go on"
             )
@@ -374,6 +373,8 @@ class Watcher:
             return
         if instance is None:
             raise BoxLost(f"box {self._box.instance_id}: the market no longer has it")
+        if instance.taken_back and instance.is_bid:
+            raise BoxLost(f"box {self._box.instance_id}: outbid", blame="other", fault="outbid")
         if instance.actual_status in _RETURNED:
             raise BoxLost(
                 f"box {self._box.instance_id}: does not answer and the market says '{instance.actual_status}'"

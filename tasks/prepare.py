@@ -12,7 +12,10 @@ from tasks.errors import AuthError, UserError
 from tasks.lease import read_lease
 from tasks.log import guard_secrets
 from tasks.market import Market, open_market
+from tasks.offers import refused_key
 from tasks.recipes import find_recipe, load_recipe
+from tasks.rules.filters import require_consistent
+from tasks.rules.location import near_bucket
 from tasks.run import Run
 from tasks.settings import Settings
 from tasks.stores import checked_store
@@ -37,6 +40,9 @@ def prepare_run(
             f"budget.max_hours: {wanted.budget.max_hours:g} is more than the reaper lets a box live "
             f"(LIVERY_MAX_AGE_HOURS={settings.max_age_hours:g}); raise that or lower this"
         )
+    require_consistent(wanted)
+    wanted, location = near_bucket(wanted, settings.s3_region, settings.s3_endpoint_url)
+    log.info("%s", location)
     store = checked_store(settings)
     market = open_market(settings)
     try:
@@ -46,7 +52,7 @@ def prepare_run(
         log.info("run '%s' in bucket %s, market account %s", resolved.name, settings.bucket, account_id)
         return Run(resolved, digests, flow_run_id, market, store, settings)
     except AuthError as error:
-        raise UserError(f"LIVERY_MARKET_API_KEY: the market refuses this key ({error}); see .env.example") from None
+        raise refused_key(error) from None
     except StoreError as error:
         raise UserError(f"bucket: {error}; the key of LIVERY_S3_* must list, read and write in the bucket") from None
 

@@ -4,33 +4,28 @@ from __future__ import annotations
 
 from tasks.errors import UserError
 from training.box.store import Store
-from training.contract.claims import ClaimError, newest_manifest
-from training.contract.manifest import Manifest, ManifestError, parse_manifest
+from training.contract import claims
+from training.contract.claims import ClaimError
+from training.contract.manifest import Manifest, ManifestError
 from training.contract.recipe import Recipe
 
 
 def newest_manifests(recipe: Recipe, store: Store, digests: dict[str, str]) -> dict[str, Manifest]:
-    """The newest manifest of each phase that has one, in the recipe's order.
+    """The newest manifest of each phase that has one, in the recipe's order, as far as each begins from the one before it.
 
     UserError if one belongs to another recipe or other data: a run's name stands for one recipe.
     """
     found: dict[str, Manifest] = {}
-    for phase in recipe.phases:
-        try:
-            newest = newest_manifest(store, recipe.name, phase.name)
-        except ClaimError as error:
-            raise UserError(str(error)) from None
-        if newest is None:
-            break
-        found[phase.name] = _read(recipe, *newest, digests)
+    try:
+        for key, manifest in claims.newest_manifests(store, recipe.name, recipe.phase_names):
+            _require_fit(recipe, key, manifest, digests)
+            found[manifest.phase] = manifest
+    except (ClaimError, ManifestError) as error:
+        raise UserError(str(error)) from None
     return found
 
 
-def _read(recipe: Recipe, key: str, data: bytes, digests: dict[str, str]) -> Manifest:
-    try:
-        manifest = parse_manifest(data, key)
-    except ManifestError as error:
-        raise UserError(str(error)) from None
+def _require_fit(recipe: Recipe, key: str, manifest: Manifest, digests: dict[str, str]) -> None:
     if manifest.phase_digest != recipe.phase_digest(manifest.phase):
         raise UserError(
             f"run '{recipe.name}': {key} was trained by another recipe; give this run another name (run_name), or the recipe its old values"
@@ -39,4 +34,3 @@ def _read(recipe: Recipe, key: str, data: bytes, digests: dict[str, str]) -> Man
         raise UserError(
             f"run '{recipe.name}': {key} was trained on other data; give this run another name (run_name), or the phase its old file"
         )
-    return manifest

@@ -16,8 +16,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from pydantic import ValidationError
+
 from tasks.destroy import destroy_boxes
-from tasks.domain import Instance, Label, Listing
+from tasks.domain import Instance, Intent, Label, Listing
 from tasks.errors import DestroyUnverified, LiveryError, MarketError
 from tasks.guard import settle_if_possible
 from tasks.lease import look_for_lease
@@ -28,6 +30,7 @@ from tasks.rules.reaping import Action, LeaseSeen, Limits, Verdict, verdict, wit
 from tasks.settings import Settings, read_settings
 from tasks.stores import open_store
 from training.box.store import Store, StoreError
+from training.contract import layout
 
 log = logging.getLogger(__name__)
 
@@ -169,9 +172,23 @@ def _judged(box: Instance, store: Store, leases: dict[str, LeaseSeen], now: floa
 
 def _verdict(box: Instance, store: Store, leases: dict[str, LeaseSeen], now: float, limits: Limits) -> Verdict:
     label = Label.parse(box.label)
-    if label and label.flow_run_id not in leases:
+    if label is None:
+        return verdict(box, LeaseSeen(), now, limits)
+    if label.flow_run_id not in leases:
         leases[label.flow_run_id] = look_for_lease(store, label.flow_run_id)
-    return verdict(box, leases[label.flow_run_id] if label else LeaseSeen(), now, limits)
+    return verdict(box, leases[label.flow_run_id], now, limits, _given_up(store, label))
+
+
+def _given_up(store: Store, label: Label) -> bool:
+    """Whether the run has closed the intent of this very box. A lost create reply may hide a box for longer than the run looked for it:
+    the run lives on with its next box, its lease speaks for that one, and this one would bill to the run's end."""
+    try:
+        data = store.get_bytes(layout.intent(label.flow_run_id, label.attempt))
+        intent = Intent.model_validate_json(data) if data is not None else None
+    except (StoreError, ValidationError) as error:
+        log.warning("attempt %d of flow run %s: its intent cannot be read: %s", label.attempt, label.flow_run_id, error)
+        return False
+    return intent is not None and intent.label == label.text and intent.state in {"refused", "unresolved", "destroyed"}
 
 
 def _reap(

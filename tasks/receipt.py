@@ -76,7 +76,7 @@ def _is_dead(store: Store, flow_run_id: str, written_by: Writer, now: float) -> 
 
 
 def _receipt(flight: Flight, market: Market, written_by: Writer, now: float) -> Receipt:
-    notes: list[str] = []
+    notes = ["the box is your own: $0, freed and not ours to destroy"] if market.owned else []
     charges = _charges(flight, market, now, notes)
     left = _instances_left(flight, market, notes)
     lines = tuple(line for attempt in flight.attempts for line in _attempt_lines(attempt, charges, now))

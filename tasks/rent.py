@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tasks.destroy import DEADLINE_S, destroy_run
-from tasks.domain import Instance, Intent, Label, Listing, Offer
+from tasks.domain import Instance, Intent, Label, Listing, Offer, UnparsedInstance
 from tasks.errors import (
     Ambiguous,
     BootFailed,
@@ -25,7 +25,7 @@ from tasks.errors import (
     UserError,
 )
 from tasks.market.protocol import CreateRequest, Market
-from tasks.rules.pricing import dph_at_disk, storage_usd_h
+from tasks.rules.pricing import BID_MARGIN, CREDIT_MARGIN, dph_at_disk, storage_usd_h
 from tasks.rules.tiers import TIERS
 from tasks.settings import Settings
 from training.box.store import Store, StoreError
@@ -33,18 +33,16 @@ from training.contract import layout
 from training.contract.recipe import Recipe
 
 log = logging.getLogger(__name__)
-Blame = Literal["host", "other"]
+Blame = Literal["host", "image", "other"]
 
 # How long a created box has been seen to stay out of the listings.
 LABEL_LAG_S = 180.0
-CREDIT_MARGIN = 1.2
-BID_MARGIN = 1.15
 _DEAD_STATES = {"exited", "stopped", "frozen", "unknown", "offline", "error"}
-# None of these recovers; the state stays at loading. Where the image is at fault another box would fail alike.
+# None of these recovers; the state stays at loading. Where the image is at fault another box would most likely fail alike.
 _FATAL_MESSAGES: tuple[tuple[str, Blame], ...] = (
-    ("manifest unknown", "other"),
-    ("unauthorized", "other"),
-    ("toomanyrequests", "other"),
+    ("manifest unknown", "image"),
+    ("unauthorized", "image"),
+    ("toomanyrequests", "image"),
     ("failed to pull image", "host"),
     ("no space left on device", "host"),
     ("unexpected eof", "host"),
@@ -72,13 +70,21 @@ class RentRequest:
 
     @property
     def bid_usd(self) -> float | None:
-        """None rents on demand. A bid goes a little over the least one, and never over the recipe's cap."""
+        """None rents on demand. A bid goes a little over the least one, and never over the recipe's cap; BootFailed where no such bid wins."""
         box, offer = self.recipe.box, self.offer
         if not box.interruptible:
             return None
         if offer.min_bid_usd is None:
-            raise UserError(f"box.interruptible: offer {offer.id} states no least bid; rent on demand instead")
-        return round(min(offer.min_bid_usd * BID_MARGIN, box.max_dph_usd - storage_usd_h(offer, box.disk_gb)), 4)
+            raise BootFailed(f"offer {offer.id} states no least bid, so none can be made; next offer", blame="other")
+        disk_usd = storage_usd_h(offer, box.disk_gb)
+        bid = round(min(offer.min_bid_usd * BID_MARGIN, box.max_dph_usd - disk_usd), 4)
+        if bid <= offer.min_bid_usd:
+            raise BootFailed(
+                f"offer {offer.id}: bids start at ${offer.min_bid_usd:.3f}/h and its disk takes ${disk_usd:.3f}/h, "
+                f"box.max_dph_usd = ${box.max_dph_usd:.2f}; next offer",
+                blame="other",
+            )
+        return bid
 
 
 def rent(
@@ -93,7 +99,8 @@ def rent(
 ) -> Instance:
     """A running box with our key and an address to log in to.
 
-    Nothing was made: UserError (credit), BudgetReached (account's $/h), OfferGone, InvalidRequest, Rejected, AuthError, StoreError.
+    Nothing was made: UserError (credit), BudgetReached (account's $/h), OfferGone, InvalidRequest, Rejected, AuthError, StoreError, and
+    BootFailed where no bid can win.
     Something was made and is verified gone again: BootFailed, or another error with a note that says so. It could not be
     verified: DestroyUnverified. A create whose outcome stays unknown is a BootFailed that blames nobody.
     """
@@ -117,14 +124,14 @@ class _Renting:
         self.intent: Intent | None = None
 
     def rent(self) -> Instance:
-        account_id = self.market.account_id()
+        account_id, bid_usd = self.market.account_id(), self.request.bid_usd
         self._require_credit()
         self._clear_leftovers()
         self._require_rate(_readable(self.market.list_all()))
         self._write_intent(account_id)
         began = self.clock()
         try:
-            instance_id = self._create()
+            instance_id = self._create(bid_usd)
             self._note("created", instance_id=instance_id)
             self._verify(self._first_look(instance_id))
             self.market.attach_key(instance_id, self.request.public_key)
@@ -196,7 +203,7 @@ class _Renting:
             layout.intent(request.flow_run_id, request.attempt), self.intent.model_dump_json().encode()
         )
 
-    def _create(self) -> int:
+    def _create(self, bid_usd: float | None) -> int:
         request = self.request
         wanted = CreateRequest(
             offer=request.offer,
@@ -204,7 +211,7 @@ class _Renting:
             disk_gb=request.recipe.box.disk_gb,
             label=request.label,
             onstart=request.onstart,
-            bid_usd=request.bid_usd,
+            bid_usd=bid_usd,
         )
         try:
             instance_id = self.market.create(wanted)
@@ -260,7 +267,7 @@ class _Renting:
         return box
 
     def _verify(self, box: Instance) -> None:
-        """What was got against what was asked; any difference ends this box."""
+        """What was got against what was asked; any difference ends this box. What the market does not say is not held against it."""
         request, want, tier = self.request, self.request.recipe.box, TIERS[self.request.recipe.box.tier]
         wrong: list[tuple[str, object, object, Blame]] = []
         if box.label != request.label:
@@ -271,6 +278,8 @@ class _Renting:
             wrong.append(("machine", box.machine_id, request.offer.machine_id, "other"))
         if box.num_gpus is not None and box.num_gpus != tier.num_gpus:
             wrong.append(("GPUs", box.num_gpus, tier.num_gpus, "host"))
+        if box.gpu_name and _card(box.gpu_name) != _card(request.offer.gpu_name):
+            wrong.append(("GPU", box.gpu_name, request.offer.gpu_name, "host"))
         if box.gpu_ram_mb is not None and not tier.min_memory_mb <= box.gpu_ram_mb <= tier.max_memory_mb:
             seen = f"{box.gpu_ram_mb:.0f} MB ({box.gpu_name})"
             wrong.append(("GPU memory", seen, f"{tier.min_memory_mb} to {tier.max_memory_mb} MB", "host"))
@@ -281,7 +290,7 @@ class _Renting:
         if wrong:
             listed = "; ".join(f"{what}: seen {seen}, want {wanted}" for what, seen, wanted, _ in wrong)
             blame: Blame = "host" if any(fault[3] == "host" for fault in wrong) else "other"
-            raise BootFailed(f"box {box.id} is not what was rented: {listed}", blame=blame)
+            raise BootFailed(f"box {box.id} is not what was rented: {listed}", blame=blame, fault=wrong[0][0])
 
     def _running(self, instance_id: int, until: float) -> Instance:
         """Wait for the state running and an address; the deadline counts from the create call."""
@@ -292,6 +301,8 @@ class _Renting:
                 last = f"{box.actual_status or 'no state'}{f' ({box.status_msg})' if box.status_msg else ''}"
                 _require_hope(box)
                 if box.actual_status == "running" and (ready := self._with_address(box)):
+                    # A price can rise, and a row that was empty at first can have been filled in, while the box boots.
+                    self._verify(ready)
                     return ready
             self.sleep(self.settings.poll_s)
         raise BootFailed(
@@ -302,14 +313,16 @@ class _Renting:
     def _with_address(self, box: Instance) -> Instance | None:
         """The box with all its addresses, once the listing shows no second box of this label: a double accept shows here."""
         listing = _readable(self.market.list_all())
-        mine = [row for row in listing.instances if row.label == self.request.label]
-        for extra in mine:
-            if extra.id != box.id:
+        rows: tuple[Instance | UnparsedInstance, ...] = (*listing.instances, *listing.unparsed)
+        for extra in rows:
+            if extra.label == self.request.label and extra.id not in (None, box.id):
                 self.made.add(extra.id)
                 raise BootFailed(
                     f"the offer was accepted twice (boxes {box.id} and {extra.id}); all are given back", blame="other"
                 )
-        row = next((row for row in mine if row.id == box.id), box)
+        if box.id not in {row.id for row in rows}:
+            return None  # A listing that lags behind our own box would hide a second one just as well.
+        row = next((row for row in listing.instances if row.id == box.id), box)
         # Showing one box has been seen to leave out the mapped ports that the listing has.
         ready = box if len(box.endpoints) >= len(row.endpoints) else box.model_copy(update={"endpoints": row.endpoints})
         return ready if ready.endpoints else None
@@ -336,7 +349,7 @@ class _Renting:
             self._note("destroyed" if left.gone else "refused", reason=str(error))
         log.warning("attempt %d: %s; %s", self.request.attempt, error, said)
         if isinstance(error, BoxError) and left.gone:
-            raise type(error)(f"{error}; {said}", blame=error.blame) from error
+            raise type(error)(f"{error}; {said}", blame=error.blame, fault=error.fault) from error
         error.add_note(said)
 
     def _note_boxes(self, ids: set[int]) -> None:
@@ -371,15 +384,16 @@ class _Renting:
 
 def _require_hope(box: Instance) -> None:
     """BootFailed as soon as the box's state or message says that it will never run."""
-    outbid = box.cur_state == box.intended_status == box.next_state == "stopped"
-    if box.actual_status in _DEAD_STATES or outbid:
-        raise BootFailed(
-            f"box {box.id} is {'stopped' if outbid else box.actual_status}: {box.status_msg or 'no message'}"
-        )
     message = (box.status_msg or "").lower()
     for words, blame in _FATAL_MESSAGES:
         if words in message and box.actual_status != "running":
-            raise BootFailed(f"box {box.id} will not boot: {(box.status_msg or '').strip()[:200]}", blame=blame)
+            said = f"box {box.id} will not boot: {(box.status_msg or '').strip()[:200]}"
+            raise BootFailed(said, blame=blame, fault=words)
+    if box.taken_back and box.is_bid:
+        raise BootFailed(f"box {box.id} was outbid before it ran", blame="other", fault="outbid")
+    if box.actual_status in _DEAD_STATES or box.taken_back:
+        state = "stopped" if box.taken_back else box.actual_status
+        raise BootFailed(f"box {box.id} is {state}: {box.status_msg or 'no message'}", fault=str(state))
 
 
 def _readable(listing: Listing) -> Listing:
@@ -387,6 +401,10 @@ def _readable(listing: Listing) -> Listing:
     if listing.complete:
         return listing
     raise ShapeError(f"the account's boxes cannot be listed in full, so nothing is rented: {listing.problem}")
+
+
+def _card(name: str) -> str:
+    return name.replace("_", " ").strip().lower()
 
 
 def _ids(ids: tuple[int, ...]) -> str:

@@ -14,11 +14,11 @@ from tasks.errors import AttemptsExhausted, BudgetReached, MarketError, NoOffers
 from tasks.flight import FlightRecorder, closed_for_the_dead, read_flight, with_boxes_of
 from tasks.market import open_market
 from tasks.market.protocol import Market
-from tasks.offers import no_offers_sentence
 from tasks.phase import RunView, Watcher
+from tasks.plan_table import no_offers_sentence
 from tasks.progress import newest_manifests
 from tasks.receipt import DAY_S
-from tasks.remote.ssh import Remote
+from tasks.remote.ssh import Remote, make_key
 from tasks.settings import Settings
 from training.box.store import Store, StoreError
 from training.contract import layout
@@ -62,6 +62,10 @@ class Run:
         """Attempts that were no box of this process: offers that were gone, and those before the flow run was started again."""
         self._charged: tuple[float, float] = (0.0, float("-inf"))
         self.tried: set[int] = set()
+        self.image_faults: dict[str, list[int]] = {}
+        """What was wrong with the image, and the machines that it was seen on."""
+        self.preflight_left_s = 0.0
+        """Of the present box's time for checks."""
         self.keep = False
 
     @property
@@ -203,18 +207,21 @@ class Run:
     def open(self, box: Box, endpoints: tuple[Endpoint, ...]) -> Remote:
         """The connection to the present box. Addresses move, so all but the first login asks the market for them."""
         self.close()
-        known = list(endpoints)
+        known, fresh = endpoints, bool(endpoints)
 
         def resolve() -> tuple[Endpoint, ...]:
-            if known:
-                first, known[:] = tuple(known), []
-                return first
-            return _endpoints(self.market, box)
+            nonlocal known, fresh
+            now = None if fresh else _endpoints(self.market, box)
+            # A market that does not answer is no reason to lose a box whose address may well be the old one.
+            known, fresh = known if now is None else now, False
+            return known
 
         for endpoint in known[:1]:
             log.info("reach it by: ssh -i %s -p %d %s@%s", box.key_path, endpoint.port, box.ssh_user, endpoint.host)
         self.box = box
-        self.remote = Remote(box.ssh_user, box.key_path, box.known_hosts_path, resolve)
+        self.remote = Remote(
+            box.ssh_user, box.key_path, box.known_hosts_path, resolve, key_refused=lambda: self._attach_key_again(box)
+        )
         return self.remote
 
     def close(self) -> None:
@@ -232,9 +239,17 @@ class Run:
             market = open_market(self.settings)
             self._alive = (
                 box.instance_id,
-                Remote(box.ssh_user, box.key_path, box.known_hosts_path, lambda: _endpoints(market, box)),
+                Remote(box.ssh_user, box.key_path, box.known_hosts_path, lambda: _endpoints(market, box) or ()),
             )
         self._alive[1].run(f"touch {f'-d @{until:.0f} ' if until else ''}{layout.BOX_ALIVE}", timeout_s=20)
+
+    def _attach_key_again(self, box: Box) -> None:
+        """A host that writes its authorized_keys afresh hours later may leave ours out; a market that refuses changes nothing for the worse."""
+        try:
+            self.market.attach_key(box.instance_id, make_key(Path(box.key_path)))
+            log.warning("box %d refused the run's key; it is attached again", box.instance_id)
+        except MarketError as error:
+            log.warning("box %d refuses the run's key, which cannot be attached again now: %s", box.instance_id, error)
 
     def _complete(self, kind: str) -> bool:
         manifest = self.manifests.get(kind)
@@ -245,10 +260,16 @@ class Run:
         return "; ".join(f"machine {attempt.machine_id}: {attempt.ended}" for attempt in ended) or "none was rented"
 
 
-def _endpoints(market: Market, box: Box) -> tuple[Endpoint, ...]:
+def _endpoints(market: Market, box: Box) -> tuple[Endpoint, ...] | None:
+    """Where the box can be reached now, direct first; None if that cannot be told. Showing one box may leave out its mapped ports, which the
+    listing has."""
     try:
         instance = market.show(box.instance_id)
+        if instance is None or any(point.kind == "direct" for point in instance.endpoints):
+            return instance.endpoints if instance else ()
+        rows = market.list_all().instances
     except MarketError as error:
         log.warning("box %d: its address cannot be asked for now: %s", box.instance_id, error)
-        return ()
-    return instance.endpoints if instance else ()
+        return None
+    listed = next((row for row in rows if row.id == box.instance_id), instance)
+    return max(instance.endpoints, listed.endpoints, key=len)

@@ -11,6 +11,7 @@ from typing import Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tasks.errors import UserError
@@ -20,17 +21,19 @@ _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
 
 class Settings(BaseSettings):
-    model_config = SettingsConfigDict(env_prefix="LIVERY_", env_file=".env", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(
+        env_prefix="LIVERY_", env_file=".env", env_ignore_empty=True, extra="ignore", frozen=True
+    )
 
-    market: Literal["vast"] = "vast"
+    market: Literal["vast", "ssh_host"] = "vast"
     market_url: str = "https://console.vast.ai"
-    market_api_key: SecretStr
+    market_api_key: SecretStr = Field(SecretStr(""), validate_default=True)
     reaper_api_key: SecretStr | None = None
     market_pace: float = Field(1.0, gt=0)
 
     bucket: str
     s3_endpoint_url: str | None = None
-    s3_region: str = "us-east-1"
+    s3_region: str = ""
     s3_access_key_id: str
     s3_secret_access_key: SecretStr
     box_s3_endpoint_url: str | None = None
@@ -40,6 +43,9 @@ class Settings(BaseSettings):
     wandb_api_key: SecretStr | None = None
 
     ssh_user: str = "root"
+    ssh_host: str | None = Field(None, validate_default=True)
+    ssh_port: int = Field(22, ge=1, le=65535)
+    ssh_key_path: Path | None = Field(None, validate_default=True)
     state_dir: Path = Path(".livery/state")
 
     keep_box: bool = False
@@ -63,6 +69,17 @@ class Settings(BaseSettings):
             return word in _TRUE
         raise ValueError(f"want one of {', '.join(sorted(_TRUE | _FALSE - {''}))} or empty")
 
+    @field_validator("market_api_key", "ssh_host", "ssh_key_path", mode="before")
+    @classmethod
+    def _what_the_market_needs(cls, value: object, info: ValidationInfo) -> object:
+        """A market needs its key, a host of one's own its address and the key that opens it; an empty line of `.env` is none."""
+        is_key = info.field_name == "market_api_key"
+        if (value.get_secret_value() if isinstance(value, SecretStr) else value) not in ("", None):
+            return value
+        if info.data.get("market") == ("vast" if is_key else "ssh_host"):
+            raise PydanticCustomError("missing", "Field required")
+        return SecretStr("") if is_key else None
+
     @field_validator("lease_renew_s")
     @classmethod
     def _well_within_the_lease(cls, value: float, info: ValidationInfo) -> float:
@@ -72,6 +89,21 @@ class Settings(BaseSettings):
                 f"seen {value:g} with LIVERY_LEASE_S={lease_s}; want at most a third of it, or one lost renewal has a live box reaped"
             )
         return value
+
+    @field_validator("s3_region")
+    @classmethod
+    def _known_on_aws(cls, value: str, info: ValidationInfo) -> str:
+        """A default would sign well enough, and rent boxes on the wrong side of an ocean."""
+        if not value.strip() and info.data.get("s3_endpoint_url", "unread") is None:
+            raise ValueError(
+                "is not set; want the region of the bucket, such as eu-central-1: boxes are rented near it (it may stay empty with LIVERY_S3_ENDPOINT_URL)"
+            )
+        return value.strip()
+
+    @property
+    def signing_region(self) -> str:
+        """The region that requests are signed for; buckets outside AWS that have none take the oldest one."""
+        return self.s3_region or "us-east-1"
 
     @field_validator("market_url", "s3_endpoint_url", "box_s3_endpoint_url")
     @classmethod

@@ -19,6 +19,7 @@ from tasks import artifacts, billing, boxes, offers
 from tasks.destroy import destroy_run
 from tasks.domain import BOX_LIMIT, Box, Destruction, RankedOffer
 from tasks.errors import BoxError, InstallFailed, LiveryError, PreflightFailed, RunAborted, TransferFailed
+from tasks.experience import remember_pace
 from tasks.guard import box_guard
 from tasks.log import to_terminal
 from tasks.prepare import prepare_run
@@ -78,6 +79,7 @@ def plan(run: Run) -> None:
             left_h,
         )
     run.take_off(planned)
+    offers.require_credit(planned)
 
 
 def rent_fit_box(run: Run) -> Box:
@@ -97,7 +99,7 @@ def rent_fit_box(run: Run) -> Box:
         except BoxError as error:
             _raise_if_kept(run, error)
             give_back(run, error)
-            _raise_if_hopeless(error)
+            _raise_if_hopeless(run, error)
         else:
             return box
 
@@ -110,7 +112,7 @@ def replaced_if_lost(run: Run, box: Box) -> Iterator[None]:
     except BoxError as error:
         _raise_if_kept(run, error)
         give_back(run, error)
-        _raise_if_hopeless(error)
+        _raise_if_hopeless(run, error)
     else:
         run.flight.attempt_done()
 
@@ -121,8 +123,18 @@ def _raise_if_kept(run: Run, error: BoxError) -> None:
         raise error
 
 
-def _raise_if_hopeless(error: BoxError) -> None:
-    """A failed check, install or transfer that is not the host's fault fails on every box: three in a row have been paid for that."""
+def _raise_if_hopeless(run: Run, error: BoxError) -> None:
+    """A failed check, install or transfer that is not the host's fault fails on every box: three in a row have been paid for that.
+
+    What looks like the image's fault is believed when a second machine says the same: a registry may refuse one address only, and a
+    compatibility library stands in the way of some drivers only.
+    """
+    seen_on = run.image_faults.get(error.fault, [])
+    if error.blame == "image" and len(seen_on) > 1:
+        raise RunAborted(
+            f"box.image: {run.recipe.box.image} failed alike ({error.fault}) on machines {', '.join(map(str, seen_on))}, the last time: {error}; "
+            "no other box is rented: name an image in box.image that can be pulled and runs, or wait if its registry is refusing"
+        ) from error
     if error.blame == "other" and isinstance(error, (PreflightFailed, InstallFailed, TransferFailed)):
         raise RunAborted(f"{error}; another box would fail alike, so none is rented") from error
 
@@ -192,6 +204,17 @@ def upload(run: Run, box: Box, phase: str) -> None:
             UplinkWatch(phase, run.recipe.budget, run.clock),
         )
     run.refresh()
+    pace = run.view.phase(phase).pace
+    remember_pace(
+        run.store,
+        run.recipe,
+        phase,
+        steps=pace.steps,
+        step_s=pace.step_s,
+        machine_id=box.machine_id,
+        gpu_name=box.offer.gpu_name,
+        now=run.clock(),
+    )
     artifacts.show_phases(artifacts.phase_rows(run.recipe, run.view, run.manifests))
 
 

@@ -12,7 +12,7 @@ def open_store(settings: Settings) -> Store:
     return Store(
         settings.bucket,
         endpoint_url=settings.s3_endpoint_url,
-        region=settings.s3_region,
+        region=settings.signing_region,
         access_key_id=settings.s3_access_key_id,
         secret_access_key=settings.s3_secret_access_key.get_secret_value(),
     )
@@ -34,7 +34,7 @@ def private_env(settings: Settings) -> dict[str, str]:
     values = {
         "AWS_ACCESS_KEY_ID": settings.box_s3_access_key_id,
         "AWS_SECRET_ACCESS_KEY": settings.box_s3_secret_access_key.get_secret_value(),
-        "AWS_DEFAULT_REGION": settings.s3_region,
+        "AWS_DEFAULT_REGION": settings.signing_region,
     }
     if endpoint:
         values["AWS_ENDPOINT_URL_S3"] = endpoint

@@ -29,6 +29,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from training.contract.recipe import RecipeError
+
 SCHEMA = 1
 ROW_TOKENS = 2048
 # The head of the real vocabulary would be two thirds of the work of four layers, the same in both ways, and hide what is compared.
@@ -409,10 +411,9 @@ def _layer(name: str) -> Any:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"seen {value}, want at least 1")
-    return value
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"seen {text}, want at least 1")
+    return int(text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -440,7 +441,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if cascade
             else measure_layers(_setting(options), _layer(options.layer) if options.layer else None)
         )
-    except CannotMeasure as error:
+    except (CannotMeasure, RecipeError) as error:
         print(f"benchmark: {error}", file=sys.stderr)
         return 2
     if options.json:

@@ -144,13 +144,16 @@ class Checkpoints:
                 return None
         return into
 
-    def retain(self, phase: str) -> None:
-        """Keep the last checkpoint of a finished phase, the last two of an unfinished one. Manifests go first: a manifest without its
-        files would be a lie, files without a manifest are only rubbish."""
+    def retain(self, phase: str, parent: Parent | None) -> None:
+        """Keep the last checkpoint of a finished phase, the last two of an unfinished one, of those that begin from `parent`. Manifests go
+        first: a manifest without its files would be a lie, files without a manifest are only rubbish."""
         require_unclaimed(self.store, self.run, self.claim)
         found = sorted(self._in_bucket(phase, self._claim), key=lambda each: each.manifest.step)
-        keep = 1 if found and found[-1].manifest.complete else KEEP_UNFINISHED
-        dropped = found[:-keep]
+        # When an earlier phase had to be trained again, what was begun from its old end lies at later steps, and nobody can go on from it:
+        # counted in, it would push out each new checkpoint as it arrives.
+        ours = [each for each in found if each.manifest.parent == parent]
+        keep = 1 if ours and ours[-1].manifest.complete else KEEP_UNFINISHED
+        dropped = [each for each in found if each not in ours[-keep:]]
         if not dropped:
             return
         for each in dropped:
@@ -382,7 +385,7 @@ class Uploader:
         code = self._store_here(job, store) if isinstance(store, FolderStore) else self._send(job)
         if code == OK:
             shutil.rmtree(job.directory, ignore_errors=True)
-            self.checkpoints.retain(job.manifest.phase)
+            self.checkpoints.retain(job.manifest.phase, job.manifest.parent)
         elif code == FENCED:
             require_unclaimed(store, self.checkpoints.run, self.checkpoints.claim)
             raise Fenced(f"run {self.checkpoints.run}: another runner has claimed it")

@@ -13,9 +13,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
-from training.contract.recipe import Phase, PhaseKind, Recipe, RecipeError, parse_recipe
+from training.contract.recipe import Phase, PhaseKind, Recipe, RecipeError
 from training.contract.rows import RowError, numbered_rows
 from training.convert import MissingPackage, convert
 
@@ -26,6 +26,9 @@ _OFFLINE = {
     "TOKENIZERS_PARALLELISM": "false",
     "TRL_EXPERIMENTAL_SILENCE": "1",
 }
+
+
+_SHOWN = 100  # a dataset of the wrong kind is wrong in every line
 
 
 class Unusable(ValueError):
@@ -49,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     except RowError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except (Unusable, MissingPackage, RecipeError) as error:
+    except (Unusable, MissingPackage, RecipeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 
@@ -79,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check)
     preview = commands.add_parser("preview", help="the first rows as they train, the trained tokens in green")
     preview.add_argument("subject", type=Path, metavar="FILE")
-    preview.add_argument("--rows", type=int, default=2)
+    preview.add_argument("--rows", type=_positive, default=2)
     preview.add_argument("--no-color", action="store_true", help="trained tokens in ⟦brackets⟧")
     preview.set_defaults(run=_preview)
     for command in (check, preview):
@@ -93,6 +96,12 @@ def _parser() -> argparse.ArgumentParser:
         )
         command.add_argument("--max-length", type=int, default=2048)
     return parser
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"seen {text}, want a number from 1")
+    return int(text)
 
 
 def _convert(arguments: argparse.Namespace) -> int:
@@ -110,8 +119,10 @@ def _check(arguments: argparse.Namespace) -> int:
     found = [check(path, phase, open_tokenizer, steps_known=is_recipe) for phase, path in phases]
     print(as_json(found) if arguments.json else table(found))
     problems = [f"{facts.phase}: {problem}" for facts in found for problem in facts.problems]
-    for problem in problems:
+    for problem in problems[:_SHOWN]:
         print(f"error: {problem}", file=sys.stderr)
+    if problems[_SHOWN:]:
+        print(f"error: and {len(problems) - _SHOWN} more; --json holds them all", file=sys.stderr)
     return 1 if problems else 0
 
 
@@ -139,13 +150,9 @@ def _of_recipe(arguments: argparse.Namespace) -> Iterator[tuple[Phase, Path]]:
 
 
 def _recipe(path: Path) -> Recipe:
-    import yaml  # every reader of recipes has it; transformers brings it along
+    from training.local import load
 
-    text = _file(path).read_text(encoding="utf-8")
-    try:
-        return parse_recipe(yaml.safe_load(text), path.name)
-    except yaml.YAMLError as error:
-        raise Unusable(f"{path.name}: not YAML: {str(error).splitlines()[0]}") from None
+    return load(_file(path))
 
 
 def _phase(arguments: argparse.Namespace) -> Any:
@@ -153,12 +160,16 @@ def _phase(arguments: argparse.Namespace) -> Any:
     if arguments.kind is None:
         raise Unusable(f"--kind: what is {arguments.subject.name} for? want one of {', '.join(get_args(PhaseKind))}")
     fields = {"kind": arguments.kind, "data": str(arguments.subject), "steps": 1, "learning_rate": 1e-4}
-    return TypeAdapter(Phase).validate_python({**fields, "max_length": arguments.max_length})
+    try:
+        return TypeAdapter(Phase).validate_python({**fields, "max_length": arguments.max_length})
+    except ValidationError as error:
+        raise Unusable(f"--max-length: seen {arguments.max_length}: {error.errors()[0]['msg']}") from None
 
 
 def _file(path: Path) -> Path:
     if not path.is_file():
-        raise Unusable(f"{path}: no such file; want JSON lines (see `convert` for other formats)")
+        seen = "is a folder" if path.is_dir() else "no such file"
+        raise Unusable(f"{path}: {seen}; want JSON lines (see `convert` for other formats)")
     return path
 
 
@@ -178,4 +189,6 @@ def _tokenizer(path: Path) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError) as error:
-        raise Unusable(f"--tokenizer: {path} holds no tokenizer that loads: {str(error).splitlines()[0]}") from None
+        raise Unusable(
+            f"--tokenizer: {path} holds no tokenizer that loads: {' '.join(str(error).split())[:200]}"
+        ) from None

@@ -42,3 +42,7 @@ class LivenessError(RuntimeError):
 
 class ModelError(RuntimeError):
     """The model cannot be trained here in the way that the recipe asks for."""
+
+
+class NoCardError(RuntimeError):
+    """The recipe wants a card and torch finds none: this machine is to blame, another one may do."""

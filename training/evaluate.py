@@ -17,11 +17,14 @@ from training.model import attach, load_base, load_tokenizer, release
 _BATCH = 16
 
 
-def evaluate(model_dir: Path, data: Path, recipe: Recipe, adapter: Path | None) -> tuple[int, dict[str, float]]:
-    """(rows, metrics) of the base model, or of the base with `adapter`."""
+def evaluate(
+    model_dir: Path, data: Path, recipe: Recipe, adapter: Path | None
+) -> tuple[int, dict[str, float], dict[str, float]]:
+    """(rows, metrics, distances) of the base model, or of the base with `adapter`; the distances are what `liveness.require_served` saw."""
     rows = read_rows(data, "evaluation")[: recipe.evaluation.rows]
     try:
-        return len(rows), score(_answers(model_dir, rows, recipe, adapter), rows)
+        answers, served = _answers(model_dir, rows, recipe, adapter)
+        return len(rows), score(answers, rows), served
     finally:
         release()
 
@@ -35,25 +38,30 @@ def score(answers: Sequence[str], rows: Sequence[Row]) -> dict[str, float]:
     return {"valid_rate": sum(call is not None for call in calls) / len(rows), "exact_rate": sum(exact) / len(rows)}
 
 
-def _answers(model_dir: Path, rows: Sequence[Row], recipe: Recipe, adapter: Path | None) -> list[str]:
+def _answers(
+    model_dir: Path, rows: Sequence[Row], recipe: Recipe, adapter: Path | None
+) -> tuple[list[str], dict[str, float]]:
     tokenizer = load_tokenizer(model_dir)
     packing.install()
     model = load_base(model_dir, recipe)
+    served: dict[str, float] = {}
     if adapter is not None:
         model = attach(model, recipe, adapter)
-        _require_adapter(model, tokenizer, rows[0], adapter)
-    return generate(model.eval(), tokenizer, rows, recipe.evaluation.max_new_tokens)
+        served = _require_adapter(model, tokenizer, rows[0], adapter)
+    return generate(model.eval(), tokenizer, rows, recipe.evaluation.max_new_tokens), served
 
 
-def _require_adapter(model: Any, tokenizer: Any, row: Row, adapter: Path) -> None:
-    """A freshly loaded base with the stored adapter answers as the model did when training ended. Without its probe (a run that went on elsewhere),
+def _require_adapter(model: Any, tokenizer: Any, row: Row, adapter: Path) -> dict[str, float]:
+    """A freshly loaded base with the stored adapter answers as the model did when training ended. Without its probe (an adapter of an older run),
     it must at least answer otherwise than the base."""
     liveness.require_static(model, "serve")
     probe = liveness.read_probe(adapter)
     if probe is None:
         ids = tokenizer(render_prompt(tokenizer, row), return_tensors="pt")["input_ids"].to(model.device)
         probe = liveness.probe_of(model, ids)
-    liveness.require_served(probe, liveness.log_probabilities(model, torch.tensor([probe.ids], device=model.device)))
+    return liveness.require_served(
+        probe, liveness.log_probabilities(model, torch.tensor([probe.ids], device=model.device))
+    )
 
 
 @torch.no_grad()

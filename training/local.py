@@ -16,6 +16,7 @@ from typing import Any
 from training.box.transfer import MARKER
 from training.contract.events import Event, EventLog
 from training.contract.recipe import Assignment, Recipe, RecipeError, parse_recipe
+from training.contract.rows import RowError, check_rows
 from training.phases.desk import Home
 
 _NO_END = 2**31 - 1
@@ -51,6 +52,20 @@ def prepare(recipe_path: Path, folder: Path, model: Path | None, data_dir: Path 
     return path
 
 
+def require_rows(home: Home) -> None:
+    """RowError for the first dataset that cannot be trained on: a long run must not end at the rows of its last phase."""
+    assignment = Assignment.model_validate_json((home.root / "recipe.json").read_text(encoding="utf-8"))
+    if assignment.recipe.trainer == "counting":
+        return
+    kinds = {phase.name: phase.kind for phase in assignment.recipe.phases}
+    for name in _data(assignment.recipe):
+        with home.data(name).open("rb") as lines:
+            problems = check_rows(kinds.get(name, "evaluation"), lines, subject=home.data(name).name).problems
+        if problems:
+            more = f" (and {len(problems) - 1} more; `python -m training.data check` shows all)" if problems[1:] else ""
+            raise RowError(f"data of '{name}': {problems[0]}{more}")
+
+
 def load(path: Path) -> Recipe:
     """The recipe in a YAML file; RecipeError with a line for each problem."""
     import yaml  # comes with transformers; a box reads JSON and does without
@@ -59,19 +74,24 @@ def load(path: Path) -> Recipe:
         data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path}: is not UTF-8 at byte {error.start}; want a YAML file") from None
     except yaml.YAMLError as error:
-        raise RecipeError(f"{path}: is not YAML: {str(error).splitlines()[0]}") from None
+        raise RecipeError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
     return parse_recipe(data, path.name)
 
 
 class PrintedLog(EventLog):
     """Events that are also told to a person, a line each where there is something to say."""
 
+    _aborted = False
+
     def emit(self, event: Event) -> None:
         super().emit(event)
         line = told(event)
-        if line:
+        if line and not (self._aborted and event.kind == "runner_end"):  # the abort has said why
             print(line, flush=True)
+        self._aborted = event.kind == "abort"
 
 
 def told(event: Event) -> str:
@@ -84,14 +104,17 @@ def told(event: Event) -> str:
             return f"{event.phase}: from step {event.step} of {event.max_steps}"
         case "step":
             loss = "not finite" if event.loss is None else f"{event.loss:.4f}"
+            reward = f"  reward {event.metrics['reward']:.3f}" if "reward" in event.metrics else ""
             money = f"  ${event.usd:.6f}" if event.usd else ""
-            return f"{event.phase} {event.step}/{event.max_steps}  loss {loss}  {event.seconds:.2f} s{money}"
+            return f"{event.phase} {event.step}/{event.max_steps}  loss {loss}{reward}  {event.seconds:.2f} s{money}"
         case "checkpoint_durable":
             return f"{event.phase} {event.step}: checkpoint stored, {event.bytes / 1e6:.1f} MB new"
         case "evaluated":
-            return f"{event.when}: " + ", ".join(f"{name} {value:.3f}" for name, value in event.metrics.items())
+            return f"evaluation of the {event.when}: " + ", ".join(
+                f"{name} {value:.3f}" for name, value in event.metrics.items()
+            )
         case "exported":
-            return f"adapter: {event.prefix}"
+            return f"adapter: bucket/{event.prefix}"
         case "notice":
             return f"note: {event.what}: {event.reason}"
         case "abort":
@@ -137,4 +160,6 @@ def _file(source: str, name: str, beside: Path, bucket: Path, data_dir: Path | N
 def _link(source: Path, place: Path) -> None:
     if place.is_symlink():
         place.unlink()
+    elif place.exists():
+        raise RecipeError(f"--folder: {place} is in the way, want a link there; move it, or give another folder")
     place.symlink_to(source)

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from packaging.version import Version
 from peft import LoraConfig, get_peft_model
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from training import experts
 from training.contract.families import FAMILIES, Family
 from training.contract.recipe import Adapters, Recipe
-from training.errors import LivenessError, Stage
+from training.errors import LivenessError, ModelError, NoCardError, Stage
 from training.experts import ADAPTER
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -41,20 +41,30 @@ def load_tokenizer(path: Path) -> Any:
 def load_base(path: Path, recipe: Recipe) -> Any:
     """The frozen base model on the recipe's device, in the recipe's dtype. LivenessError if it is of another family or class."""
     family = FAMILIES[recipe.model.family]
-    seen = AutoConfig.from_pretrained(path).get_text_config().model_type
+    try:
+        seen = AutoConfig.from_pretrained(path).get_text_config().model_type
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path.name}/config.json: not a model's that transformers knows: {error}") from None
     if seen != family.model_type:
         raise LivenessError(
             f"config.json says {seen}, the recipe's family {recipe.model.family} is {family.model_type}; correct model.family or model.source",
             stage="load",
         )
     device = "cuda:0" if recipe.box.device == "cuda" else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=getattr(torch, recipe.model.dtype),
-        attn_implementation="sdpa",
-        experts_implementation=EXPERTS_IMPLEMENTATION,
-        device_map={"": device},
-    )
+    if device != "cpu" and not torch.cuda.is_available():
+        raise NoCardError(
+            f"box.device: seen no card that torch {torch.__version__} can use, the recipe wants cuda; train where one is, or write device: cpu with tier: rehearsal"
+        )
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=getattr(torch, recipe.model.dtype),
+            attn_implementation="sdpa",
+            experts_implementation=EXPERTS_IMPLEMENTATION,
+            device_map={"": device},
+        )
+    except SafetensorError as error:
+        raise ModelError(f"{path.name}: a weights file is torn ({error}); fetch the model again") from None
     if type(model).__name__ != family.text_class:
         raise LivenessError(
             f"{path.name}: loads as {type(model).__name__}; want the text class {family.text_class}", stage="load"

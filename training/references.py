@@ -80,7 +80,9 @@ def attach(trainer: Any, desk: Desk) -> Any:
         columns = compute(trainer, names)
         _keep(desk, key, columns)
         desk.notice(
-            "reference computed", f"log-probabilities of {rows} rows by the policy the phase begins with; {key}"
+            "reference computed",
+            f"log-probabilities of {rows} rows by the policy the phase begins with; {key}",
+            routine=True,
         )
     for name, values in columns.items():
         trainer.train_dataset = trainer.train_dataset.add_column(name, values)
@@ -161,7 +163,7 @@ def _fetch(desk: Desk, key: str, names: tuple[str, str], rows: int) -> Columns |
     except (ValueError, KeyError, TypeError) as error:
         desk.notice("reference torn", f"{key}: {type(error).__name__}: {error}; computed again")
         return None
-    desk.notice("reference fetched", f"log-probabilities of {rows} rows, computed before; {key}")
+    desk.notice("reference fetched", f"log-probabilities of {rows} rows, computed before; {key}", routine=True)
     return columns
 
 

@@ -17,6 +17,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import platform
 import shutil
@@ -25,30 +26,42 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from training import sinks
 from training.box.store import Store, StoreDenied, StoreError, StoreUnreachable
 from training.box.supervisor import read_env_file
 from training.box.transfer import MARKER, Fenced, marker_holds, require_unclaimed
 from training.checkpoint import ADAPTER_FILES, Checkpoints, Found, Identity, Uploader, UploadFailed, sha256_of
+from training.contract import layout
 from training.contract.claims import ClaimError
-from training.contract.events import Abort, Evaluated, EventLog, Notice, RunnerEnd, RunnerStart
+from training.contract.events import Abort, Evaluated, EventError, EventLog, Guard, Notice, RunnerEnd, RunnerStart
 from training.contract.manifest import FROZEN_VERSIONS, REQUIRED_FILES, ManifestError, Parent
+from training.contract.model import explain
 from training.contract.recipe import Assignment, Phase, RecipeError
 from training.contract.rows import RowError
+from training.errors import LivenessError, ModelError, NoCardError
 from training.phases import counting
 from training.phases.desk import Desk, Home, Interrupted, NotFinite, Pulse
 
 DONE, FAULT, UNUSABLE, ABORTED, LOCKED, FENCED, TOLD_TO_STOP = 0, 1, 2, 3, 4, 5, 143
 HEARTBEAT_S = 5.0
-LAST_UPLOAD_S = 60.0  # after SIGTERM, for the last checkpoint to become durable; what is not by then stays staged
 # Set before anything of Hugging Face is imported: a box asks the hub for nothing while it trains, and sends it nothing.
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "TOKENIZERS_PARALLELISM": "false"}
+# What libraries say to whoever builds them, or once again what the events say by name (slow paths, packing's own convolution).
+_NOISE = {
+    "torchao": "Failed to load",
+    "torch.utils._pytree": "register_constant",
+    "transformers.integrations.hub_kernels": "is falling back to its reference",
+    "transformers.trainer_utils": "mtime may not be reliable",
+}
 _QUIET = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1"}  # a log file shows no bars
 
 
@@ -76,14 +89,19 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     folder = (options.folder or options.assignment.parent).expanduser().resolve()
     home = Home(folder)
-    home.work.mkdir(parents=True, exist_ok=True)
-    with _only_runner(home.work / "runner.lock") as alone:
-        if not alone:
-            print(f"another runner is at work in {home.root}; attach to it, or stop it first", file=sys.stderr)
-            return LOCKED
-        if options.folder is None:
-            return _guarded(folder / options.assignment.name, home, EventLog(home.events))
-        return _local(options, home)
+    try:
+        home.work.mkdir(parents=True, exist_ok=True)
+        with _only_runner(home.work / "runner.lock") as alone:
+            if not alone:
+                print(f"another runner is at work in {home.root}; attach to it, or stop it first", file=sys.stderr)
+                return LOCKED
+            if options.folder is None:
+                return _guarded(folder / options.assignment.name, home, EventLog(home.events))
+            return _local(options, home)
+    except (OSError, EventError) as error:
+        # The folder or its events cannot be written, so this line is all that there will be.
+        print(f"{home.events if isinstance(error, EventError) else folder} cannot be used: {error}", file=sys.stderr)
+        return FAULT
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -105,7 +123,8 @@ def _local(options: argparse.Namespace, home: Home) -> int:
     local = import_module("training.local")
     try:
         path = local.prepare(options.recipe, home.root, options.model, options.data_dir, options.dph_usd)
-    except RecipeError as error:
+        local.require_rows(home)
+    except (RecipeError, RowError) as error:
         print(error, file=sys.stderr)
         return UNUSABLE
     return _guarded(path, home, local.PrintedLog(home.events))
@@ -114,12 +133,10 @@ def _local(options: argparse.Namespace, home: Home) -> int:
 def _guarded(path: Path, home: Home, events: EventLog) -> int:
     """Run, and turn whatever ends the run into its last events and an exit code."""
     home.aborted.unlink(missing_ok=True)
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    pulse = Pulse()
+    pulse, stop = Pulse(), _told_to_stop()
     try:
         _load_environment(home)
-        assignment = Assignment.model_validate_json(path.read_text(encoding="utf-8"))
+        assignment = _read_assignment(path)
         if assignment.recipe.box.device == "cpu":
             # Before torch is imported: two threads on cores that others use cost up to 47 times the CPU of one.
             os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -130,16 +147,42 @@ def _guarded(path: Path, home: Home, events: EventLog) -> int:
         events.emit(RunnerEnd(complete=False, reason=str(told)))
         return TOLD_TO_STOP
     except Exception as error:  # noqa: BLE001  protects the flow, which would otherwise see a process vanish without a word
-        traceback.print_exc()
         abort = _abort_of(error, pulse.phase)
+        if abort.blame == "unknown":
+            traceback.print_exc()  # of every other end the one line says all
+        elif type(events) is EventLog:
+            print(f"stopped: {abort.reason}", file=sys.stderr)
         events.emit(abort)
         _leave_word(home, abort)
         events.emit(RunnerEnd(complete=False, reason=abort.reason))
-        if isinstance(error, Fenced):
-            return FENCED
+        if isinstance(error, (Fenced, RecipeError)):
+            return FENCED if isinstance(error, Fenced) else UNUSABLE
         return FAULT if abort.blame in ("unknown", "us") else ABORTED
     events.emit(RunnerEnd(complete=True, reason="all phases done, the adapter is exported"))
     return DONE
+
+
+def _told_to_stop() -> threading.Event:
+    """Set by SIGTERM, and by the Ctrl-C of a person at a terminal, whose second one ends the process at once."""
+    stop = threading.Event()
+
+    def tell(number: int, _: object) -> None:
+        stop.set()
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, tell)
+    return stop
+
+
+def _read_assignment(path: Path) -> Assignment:
+    try:
+        return Assignment.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: cannot be read: {error}") from None
+    except ValidationError as error:
+        raise RecipeError(explain(error, path.name)) from None
 
 
 class Runner:
@@ -230,7 +273,8 @@ class Runner:
 
     def _fetch_result(self, found: Found) -> Path | None:
         into = self._home.work / "result" / found.manifest.phase
-        return self._checkpoints.fetch(found, into, self._result_files)
+        probe = layout.PROBE in found.manifest.files
+        return self._checkpoints.fetch(found, into, (*self._result_files, *([layout.PROBE] if probe else [])))
 
     def _first_usable(self, found: list[Found]) -> tuple[Found | None, Path | None]:
         for each in found:
@@ -265,7 +309,10 @@ class Runner:
             return
         self._raise_if_told_to_stop()
         evaluate = import_module("training.evaluate").evaluate
-        rows, metrics = evaluate(self._home.model, self._home.data("evaluation"), self._recipe, adapter)
+        rows, metrics, served = evaluate(self._home.model, self._home.data("evaluation"), self._recipe, adapter)
+        if adapter is not None:
+            last = self._recipe.phases[-1]
+            self._events.emit(Guard(phase=last.name, step=last.steps, stage="serve", groups=served))
         self._events.emit(Evaluated(when=when, rows=rows, metrics=metrics))
 
     def _export(self, result: Path) -> None:
@@ -284,7 +331,7 @@ class Runner:
 
     def _last_upload(self) -> None:
         """Told to stop: what was saved gets a moment to become durable, since the box may not come back."""
-        deadline = time.monotonic() + min(LAST_UPLOAD_S, self._recipe.budget.upload_s)
+        deadline = time.monotonic() + self._recipe.budget.last_upload_s
         with contextlib.suppress(UploadFailed, Fenced):  # it stays staged; the exit code is that of being told to stop
             while not self._uploader.wait(timeout_s=0.2) and time.monotonic() < deadline:
                 pass
@@ -325,6 +372,8 @@ def _abort_of(error: Exception, phase: str | None) -> Abort:
     blame = _blame(error, name, reason)
     if isinstance(error, Fenced):
         reason = f"fenced: {reason}"
+    elif isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        reason = f"{reason}; what the manifests name is safe: make room, or take a larger disk, and start again"
     elif blame == "unknown":
         reason = f"{name}: {reason}"
     told = {field: getattr(error, field, None) for field in ("stage", "group", "tensor")}
@@ -334,19 +383,22 @@ def _abort_of(error: Exception, phase: str | None) -> Abort:
 def _blame(error: Exception, name: str, reason: str) -> Any:
     if isinstance(error, UploadFailed):
         return "user" if error.user_fault else "host"
-    if isinstance(error, (ManifestError, ClaimError, RowError, StoreDenied, NotFinite)) or name in _USER_ERRORS:
+    if isinstance(error, _USER_FAULTS) or name in _USER_ERRORS:
         return "user"
     if isinstance(error, StoreUnreachable) or (isinstance(error, OSError) and error.errno in _HOST_ERRNO):
         return "host"
-    if "CUDA error" in reason or name == "AcceleratorError":
+    if isinstance(error, NoCardError) or "CUDA error" in reason or name == "AcceleratorError":
         return "host"
     if isinstance(error, StoreError):
         return "user"
     return "us" if isinstance(error, (Unusable, Fenced)) else "unknown"
 
 
-# By name, since their modules import torch.
-_USER_ERRORS = ("TrackerError", "LivenessError", "ModelError", "ExpertsError", "PackingError", "OutOfMemoryError")
+_USER_FAULTS = (
+    *(RecipeError, ManifestError, ClaimError, RowError, StoreDenied),
+    *(NotFinite, LivenessError, ModelError, sinks.TrackerError),
+)
+_USER_ERRORS = ("PackingError", "OutOfMemoryError")  # by name, since their modules import torch
 _HOST_ERRNO = (errno.ENOSPC, errno.EIO, errno.EROFS)
 
 
@@ -365,6 +417,10 @@ def _load_environment(home: Home) -> None:
     cache = {"HF_HOME": str(home.work / "cache"), "HF_DATASETS_CACHE": str(home.work / "cache" / "datasets")}
     for name, value in (_OFFLINE | _QUIET | cache).items():
         os.environ.setdefault(name, value)
+    for logger, words in _NOISE.items():
+        logging.getLogger(logger).addFilter(lambda record, words=words: words not in record.getMessage())
+    # Arguments that TRL passes under their old names; the versions are pinned.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"transformers\.")
 
 
 @contextlib.contextmanager

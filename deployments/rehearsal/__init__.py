@@ -5,5 +5,6 @@ product: it knows a base URL and an endpoint, and runs the very code that spends
 """
 
 from deployments.rehearsal.client import ControlClient, Rehearsal, start
+from deployments.rehearsal.faults import parse as parse_fault
 
-__all__ = ["ControlClient", "Rehearsal", "start"]
+__all__ = ["ControlClient", "Rehearsal", "parse_fault", "start"]

@@ -7,6 +7,7 @@ server itself enforces it (`Write:<bucket>/runs/*`), so that a box cannot touch 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import random
@@ -18,8 +19,6 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-import httpx
 
 from deployments.rehearsal.processes import MARKER, dying_with_us, kill_under
 
@@ -81,20 +80,17 @@ class Bucket:
         that has not read its identities yet lets everybody in, so the refusal is what tells that it has.
         """
         deadline, restarts = time.monotonic() + timeout_s, START_TRIES - 1
-        with httpx.Client(timeout=2.0, trust_env=False) as http:
-            while time.monotonic() < deadline:
-                ended = self._process is None or self._process.poll() is not None
-                if ended and restarts:
-                    # Another process may have taken one of the ports between our look and weed's.
-                    restarts -= 1
-                    self.start()
-                elif ended:
-                    raise RuntimeError(f"the bucket server ended: {self._log_tail()}")
-                with contextlib.suppress(httpx.HTTPError):
-                    made = http.get(f"http://127.0.0.1:{self.port + 2}/buckets/{BUCKET}/").status_code == 200
-                    if made and http.get(f"{self.endpoint_url}/{BUCKET}").status_code == 403:
-                        return
-                time.sleep(0.03)
+        while time.monotonic() < deadline:
+            ended = self._process is None or self._process.poll() is not None
+            if ended and restarts:
+                # Another process may have taken one of the ports between our look and weed's.
+                restarts -= 1
+                self.start()
+            elif ended:
+                raise RuntimeError(f"the bucket server ended: {self._log_tail()}")
+            if _status(self.port + 2, f"/buckets/{BUCKET}/") == 200 and _status(self.port, f"/{BUCKET}") == 403:
+                return
+            time.sleep(0.03)
         raise RuntimeError(f"the bucket server was not ready after {timeout_s:.0f} s: {self._log_tail()}")
 
     def stop(self, *, keep: bool) -> None:
@@ -153,6 +149,16 @@ class Bucket:
     def _log_tail(self) -> str:
         path = self.directory / "weed.log"
         return path.read_text(errors="replace")[-600:] if path.exists() else "no log"
+
+
+def _status(port: int, path: str) -> int | None:
+    """What a GET on loopback answers; None if nothing does."""
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=2.0)) as connection:
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        except (OSError, http.client.HTTPException):
+            return None
 
 
 def weed_program() -> str:

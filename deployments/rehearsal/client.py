@@ -11,9 +11,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import httpx
+if TYPE_CHECKING:
+    import httpx
 
 START_TIMEOUT_S = 30.0
 STOP_TIMEOUT_S = 30.0
@@ -23,6 +24,8 @@ class ControlClient:
     """The rehearsal's own levers: what no client of a real market has."""
 
     def __init__(self, url: str) -> None:
+        import httpx  # here, not above: the rehearsal's own process, which steers nothing, need not wait for it
+
         self._http = httpx.Client(base_url=f"{url}/_rehearsal", timeout=30.0, trust_env=False)
 
     def state(self) -> dict[str, Any]:

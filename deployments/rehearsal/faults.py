@@ -7,8 +7,11 @@ that it fits), `N` (the first N), `always`, or `machine:<machine_id>` (every tim
 from __future__ import annotations
 
 import difflib
+import textwrap
 from dataclasses import dataclass, field
 from typing import Literal
+
+NAME_COLUMNS, LINE_COLUMNS = 40, 120
 
 FaultValue = float | int | str | bool
 
@@ -28,8 +31,8 @@ class Fault:
     """Armed while boxes are up, it strikes them too, not only the next one."""
 
 
-def _call(says: str) -> Fault:
-    return Fault(says, "call")
+def _call(says: str, kind: type | None = None, unit: str = "", default: FaultValue | None = None) -> Fault:
+    return Fault(says, "call", kind, unit, default)
 
 
 def _calls(says: str, default: int) -> Fault:
@@ -44,10 +47,34 @@ def _live(says: str, kind: type | None = None, unit: str = "", default: FaultVal
     return Fault(says, "box", kind, unit, default, live=True)
 
 
+FAMILIES: dict[str, str] = {
+    "search": "searching offers",
+    "create": "accepting an offer",
+    "show": "looking at one box",
+    "list": "listing all boxes",
+    "read": "any call that only reads",
+    "auth": "the key",
+    "credit": "the account's money",
+    "charges": "the bill",
+    "destroy": "giving a box back",
+    "boot": "from accepted to running",
+    "bid": "taken away by a higher bid",
+    "host": "taken away by the host",
+    "contract": "the rental's end",
+    "price": "the rental's price",
+    "ssh": "logging in",
+    "net": "the box's links",
+    "box": "the box itself",
+}
+
 FAULTS: dict[str, Fault] = {
+    "search.quota": _call("The day's search quota is used up: 429 search_quota_exceeded, until UTC midnight."),
+    "search.object_not_list": _call("The reply's offers are an object, as in the market's own documentation."),
     "create.drop_after_commit": _call("The box is created, then the connection drops before any reply."),
     "create.504_after_commit": _call("The box is created, and the reply is a 504 page."),
     "create.504_before_commit": _call("Nothing is created, and the reply is a 504 page."),
+    "create.429": _call("Nothing is created, and the reply is the rate limiter's 429."),
+    "create.200_without_id": _call("The box is created, and the reply is 200 without its id."),
     "create.success_false_with_contract": _call(
         "The reply is 200 with success:false, yet carries the id of a box that runs."
     ),
@@ -57,16 +84,15 @@ FAULTS: dict[str, Fault] = {
     "create.spend_limit": _call("The account may not spend faster: 200 with success:false, spend_rate_limit."),
     "create.returns_on_demand_for_bid": _call("A bid is silently made an on-demand box at the full price."),
     "create.label_lost": _call("The box is created without its label."),
-    "create.disk_short": Fault(
-        "The box gets only this share of the disk that was asked for.", "call", float, "share", 0.5
-    ),
-    "create.other_gpu": Fault("The box has another, smaller GPU than the offer.", "call", str, "gpu_name", "RTX 4090"),
+    "create.disk_short": _call("The box gets only this share of the disk that was asked for.", float, "share", 0.5),
+    "create.other_gpu": _call("The box has another, smaller GPU than the offer.", str, "gpu_name", "RTX 4090"),
+    "create.dearer": _call("The GPU's price is this many times the offer's.", float, "times", 4.0),
     "show.null": _calls("Showing one instance answers {'instances': null} although it exists.", 1),
     "show.empty_list": _calls("Showing one instance answers {'instances': []} although it exists.", 1),
     "show.404_lag": _calls("Showing a new instance answers 404 no_such_instance for a while.", 2),
     "list.410": _call("The v1 listing itself answers 410 deprecated_endpoint."),
-    "list.missing_row": Fault(
-        "The listing leaves one instance out (0: the newest) while total_instances counts it.", "call", int, "id", 0
+    "list.missing_row": _call(
+        "The listing leaves one instance out (0: the newest) while total_instances counts it.", int, "id", 0
     ),
     "list.null_fields": _call("Every nullable field of every row is null."),
     "list.one_malformed_row": _call("One row of the listing has fields of the wrong type."),
@@ -74,22 +100,38 @@ FAULTS: dict[str, Fault] = {
     "list.bad_total": _call("total_instances is one more than there are."),
     "list.empty_but_success": _call("The listing says success and holds nothing, total_instances 0."),
     "list.wrong_account": _call("users/current answers for another account."),
-    "auth.revoked_midway": Fault(
+    "list.lag": _box(
+        "The box stays out of every listing, and of its counts, this long after it was made.", float, "s", 60.0
+    ),
+    "list.stale_after_destroy": _box(
+        "The box stays in every listing this long after it was destroyed, unbilled.", float, "s", 60.0
+    ),
+    "read.429": _calls("A call that only reads answers 429, as when another machine uses the same key.", 2),
+    "read.502": _calls("A call that only reads answers a 502 page.", 2),
+    "auth.revoked_midway": _call(
         "The account key (not the reaper's) is revoked this long after a box was first accepted: 404 auth_error.",
-        "call",
         float,
         "s",
         0.0,
     ),
+    "auth.read_only": _call(
+        "The account key (not the reaper's) may only read until this is taken back: every change answers 403."
+    ),
     "auth.session_expired_404": _calls("A valid key is answered 404 auth_error, session expired.", 1),
+    "credit.zero": _call(
+        "The account has no credit until this is taken back: creates are refused, running boxes are stopped."
+    ),
+    "charges.lag": _call(
+        "Until this is taken back, a box is on the bill only this long after its end.", float, "s", 3600.0
+    ),
     "destroy.429": _calls("DELETE answers 429.", 3),
-    "destroy.200_but_stays": Fault(
-        "DELETE answers 200, but the box stays, billed, for this many further looks at it.", "call", int, "polls", 3
+    "destroy.200_but_stays": _call(
+        "DELETE answers 200, but the box stays, billed, for this many further looks at it.", int, "polls", 3
     ),
+    "destroy.success_false": _calls("DELETE answers 200 with success:false, and the box stays.", 2),
+    "destroy.404_but_alive": _calls("DELETE answers 404 no_such_instance, and the box stays.", 2),
     "destroy.500_but_done": _call("DELETE answers 500, but the box is gone."),
-    "destroy.hang": Fault(
-        "DELETE does nothing, and the connection hangs this long before it drops.", "call", float, "s", 30.0
-    ),
+    "destroy.hang": _call("DELETE does nothing, and the connection hangs this long before it drops.", float, "s", 30.0),
     "boot.loading_forever": _box("The box stays in loading for ever."),
     "boot.status_msg": _box(
         "The box stays in loading with this status_msg.",
@@ -98,18 +140,23 @@ FAULTS: dict[str, Fault] = {
         "Error response from daemon: manifest unknown",
     ),
     "boot.exited": _box("The container exits as soon as it has started."),
+    "boot.no_address": _box("The box runs, and neither of its SSH addresses is ever told."),
     "boot.offline_after": _box("The host goes offline this long after running.", float, "s", 5.0),
     "boot.unknown_then_back": _box("One second after running the state is unknown for this long.", float, "s", 5.0),
     "bid.outbid_after": _box("A bid box is outbid, and stops, this long after running.", float, "s", 5.0),
     "host.reclaim_stop": _box(
         "The host reclaims the GPU, and the box stops, this long after running.", float, "s", 5.0
     ),
-    "price.increase_after": _box("The GPU's price rises by half this long after running.", float, "s", 5.0),
-    "credit.zero": _call(
-        "The account has no credit until this is taken back: creates are refused, running boxes are stopped."
+    "contract.ends_after": _box(
+        "The contract ends this long after running: the box stops for good, and is deleted 48 hours later.",
+        float,
+        "s",
+        5.0,
     ),
+    "price.increase_after": _box("The GPU's price rises by half this long after running.", float, "s", 5.0),
     "ssh.refused_for": _box("Both SSH endpoints refuse connections for this long after running.", float, "s", 3.0),
     "ssh.blackhole": _live("Both SSH endpoints accept a connection and never say a word."),
+    "ssh.attach_refused": _call("Attaching a key answers 400 team_ssh_keys_not_supported."),
     "ssh.key_missing_for": _box("authorized_keys stays empty for this long after running.", float, "s", 3.0),
     "ssh.key_dropped_after": _box(
         "The host empties authorized_keys this long after running; attaching through the API restores it.",
@@ -266,10 +313,23 @@ def _scope(spec: str, scope: str) -> tuple[int | None, int | None]:
 
 
 def table() -> str:
-    """Every fault with its value's unit and default, for `--faults`."""
-    lines = []
-    for name, fault in FAULTS.items():
-        value = "" if fault.kind is None else f"={fault.default}" if fault.default is not None else f"=<{fault.unit}>"
-        unit = f" [{fault.unit}]" if fault.unit else ""
-        lines.append(f"{name + value:<60} {fault.says}{unit}")
+    """Every fault by what it troubles, with its value's default and unit, for `--faults`."""
+    lines = [
+        "A fault is written name[=value][@scope]. Scopes: once (the default: the first call or box that it fits), a count,",
+        "always, machine:<machine_id>. A name with = takes a value; the one shown is used when none is given.",
+    ]
+    for family, title in FAMILIES.items():
+        lines += ["", f"{family}: {title}"]
+        for name, fault in FAULTS.items():
+            if name.partition(".")[0] == family:
+                lines += _entry(name, fault)
     return "\n".join(lines)
+
+
+def _entry(name: str, fault: Fault) -> list[str]:
+    value = "" if fault.kind is None else f"={fault.default}" if fault.default is not None else f"=<{fault.unit}>"
+    unit = f" [{fault.unit}]" if fault.unit and fault.default is not None else ""
+    first, margin = f"  {name}{value}", " " * NAME_COLUMNS
+    said = textwrap.wrap(fault.says + unit, LINE_COLUMNS - NAME_COLUMNS)
+    head = [f"{first:<{NAME_COLUMNS}}{said[0]}"] if len(first) < NAME_COLUMNS else [first, margin + said[0]]
+    return head + [margin + line for line in said[1:]]

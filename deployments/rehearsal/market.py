@@ -21,7 +21,10 @@ Clock = Callable[[], float]
 # Boxes whose host is unreachable are not billed at all; a stopped one still pays for its disk.
 UNBILLED = "offline"
 GPU_BILLED = "running"
-SSH_KEYS_MAX = 64
+# Data of an expired contract is kept, and billed, for so long.
+KEPT_AFTER_END_S = 48 * 3600.0
+# Whatever happens to a box, its contract ends when it ends.
+UNSTOPPABLE = ("contract_ends", "deleted")
 
 
 @dataclass(frozen=True)
@@ -103,6 +106,8 @@ class Contract:
     dph_base_usd: float
     gpu_name: str
     gpu_ram_mb: int
+    ends_at: float
+    """When the host takes the machine back."""
     status: str | None = None
     intended: str = "running"
     status_msg: str | None = None
@@ -202,16 +207,22 @@ class Market:
                 contract.effects[name] = value
         self.host.make(contract)
         self._plan_boot(contract, now)
+        self._plan(contract, contract.ends_at, "contract_ends")
         return contract
 
     def destroy(self, contract: Contract) -> None:
-        self.settle()
-        if contract.gone:
-            return
-        contract.ended_at = self.clock()
-        contract.epoch += 1
-        contract.stays_polls = None
-        self.host.remove(contract)
+        now = self.settle()
+        if not contract.gone:
+            self._end(contract, now)
+
+    def gone_when_looked_at(self, contract: Contract) -> bool:
+        """Counts one look at a box whose destroy was answered 200 but has not happened yet."""
+        if contract.stays_polls is not None:
+            if contract.stays_polls <= 0:
+                self.destroy(contract)
+            else:
+                contract.stays_polls -= 1
+        return contract.gone
 
     def stop(self, contract: Contract) -> None:
         now = self.settle()
@@ -298,7 +309,7 @@ class Market:
         while self._agenda and self._agenda[0][0] <= now:
             at, _, contract_id, epoch, event = heapq.heappop(self._agenda)
             contract = self.contracts[contract_id]
-            if not contract.gone and contract.epoch == epoch:
+            if not contract.gone and (contract.epoch == epoch or event in UNSTOPPABLE):
                 self._bill(contract, at)
                 self._play(contract, event, at)
         for contract in self.contracts.values():
@@ -322,14 +333,19 @@ class Market:
         return sum(sum(self.items_usd(c).values()) for c in self.contracts.values())
 
     def remaining_credit_usd(self) -> float:
-        return 0.0 if self.faults.peek("credit.zero") is not None else self.credit_usd - self.total_usd()
+        if self.faults.peek("credit.zero") is None:
+            return self.credit_usd - self.total_usd()
+        self.faults.note("credit.zero")
+        return 0.0
 
     def _contract(self, offer: Offer, rental: Rental, now: float) -> Contract:
         on_demand = rental.bid_usd is None or self.faults.take("create.returns_on_demand_for_bid", offer.machine_id)
         share = self.faults.take("create.disk_short", offer.machine_id)
         other_gpu = self.faults.take("create.other_gpu", offer.machine_id)
+        dearer = self.faults.take("create.dearer", offer.machine_id)
         label_lost = self.faults.take("create.label_lost", offer.machine_id) is not None
         bid_usd = None if on_demand else rental.bid_usd
+        dph_base_usd = offer.dph_base_usd if bid_usd is None else bid_usd
         return Contract(
             id=next(self._ids),
             offer=offer,
@@ -341,9 +357,10 @@ class Market:
             bid_usd=bid_usd,
             api_key=secrets.token_hex(32),
             created_at=now,
-            dph_base_usd=offer.dph_base_usd if bid_usd is None else bid_usd,
+            dph_base_usd=dph_base_usd * (1.0 if dearer is None else float(dearer)),
             gpu_name=offer.gpu_name if other_gpu is None else str(other_gpu),
             gpu_ram_mb=offer.gpu_ram_mb if other_gpu is None else offer.gpu_ram_mb // 2,
+            ends_at=now + offer.duration_s,
             ssh_keys=list(self.account_ssh_keys),
             billed_until=now,
         )
@@ -376,6 +393,9 @@ class Market:
         ):
             if effect in contract.effects:
                 self._plan(contract, at + float(contract.effects[effect]), event)
+        if (sooner_s := contract.effects.get("contract.ends_after")) is not None:
+            contract.ends_at = min(contract.ends_at, at + float(sooner_s))
+            self._plan(contract, contract.ends_at, "contract_ends")
         if "boot.unknown_then_back" in contract.effects:
             self._plan(contract, at + 1.0, "unknown")
             self._plan(contract, at + 1.0 + float(contract.effects["boot.unknown_then_back"]), "back")
@@ -401,6 +421,13 @@ class Market:
                 contract.status = "unknown"
             case "back":
                 contract.status = "running"
+            case "contract_ends":
+                contract.intended = "stopped"
+                if contract.status not in ("stopped", UNBILLED):
+                    self._halt(contract, "stopped", at)
+                self._plan(contract, at + KEPT_AFTER_END_S, "deleted")
+            case "deleted":
+                self._end(contract, at)
             case "dearer":
                 contract.dph_base_usd *= 1.5
             case "ssh_opens":
@@ -434,6 +461,12 @@ class Market:
         contract.status = status
         contract.ssh_open = False
         self.host.halt(contract)
+
+    def _end(self, contract: Contract, at: float) -> None:
+        contract.ended_at = at
+        contract.epoch += 1
+        contract.stays_polls = None
+        self.host.remove(contract)
 
     def _bill(self, contract: Contract, until: float) -> None:
         spent_s = until - contract.billed_until

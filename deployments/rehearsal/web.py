@@ -97,7 +97,7 @@ def application(api: Api, world: World, advance_clock: Callable[[float], None]) 
         return JSONResponse({"lost": contract.id})
 
     async def logs(http: HttpRequest) -> Response:
-        instance_id = api.log_tokens.get(http.path_params["token"])
+        instance_id = api.instances.log_tokens.get(http.path_params["token"])
         guest = world.guests.get(instance_id) if instance_id is not None else None
         return PlainTextResponse(guest.box.log() if guest else "no such log", 200 if guest else 404)
 

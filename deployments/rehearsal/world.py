@@ -167,7 +167,7 @@ class World:
         broken = effects.get("box.import_broken")
         return Box(
             directory=self.root / "boxes" / str(contract.id),
-            facts=_facts(contract),
+            facts=facts_of(contract),
             environment=environment,
             container_env={**contract.env, **container},
             onstart=contract.onstart,
@@ -244,7 +244,7 @@ class World:
         task.add_done_callback(self._tasks.discard)
 
 
-def _facts(contract: Contract) -> Facts:
+def facts_of(contract: Contract) -> Facts:
     offer, effects = contract.offer, contract.effects
     driver, driver_cuda = offer.driver_version, round(offer.cuda_max_good * 1000)
     if "box.driver_old" in effects:

@@ -1,4 +1,18 @@
-"""What every market must offer. A method does one thing and retries nothing that costs money."""
+"""What every market must offer. A method does one thing and retries nothing that costs money; `tests/market` holds each to it.
+
+Three kinds of market fit: one that sells (`vast`), a host that its user owns (`ssh_host`), and a cloud. How EC2 fits, to keep it so:
+
+- An offer is an instance type in a zone, on demand or spot. Its `machine_id` is a digest of type and zone: what is remembered as bad is
+  a place. `search` reads types, zones and prices; the driver and the links are the image's and the region's.
+- `create` is RunInstances with the label as a tag in the same call and ClientToken = sha256(label): there, and only there, a lost reply
+  may be asked for again inside `create`, since the token makes it the same box. A bid is the spot market's MaxPrice. Capacity errors
+  (InsufficientInstanceCapacity, SpotMaxPriceTooLow, Unsupported) are OfferGone, quotas (VcpuLimitExceeded) are Rejected.
+- Ids are the hexadecimal digits after `i-` as an integer, and back.
+- `list_all` is DescribeInstances to the last page without the terminated ones, complete when no NextToken is left; `show` of a
+  terminated one is None; `destroy` is TerminateInstances, which may be repeated. The account is the caller's identity from STS.
+- `attach_key` writes through Instance Connect or the user data of the create call; `charges` are hours at the known price, because the
+  bill itself comes a day later.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +37,15 @@ class CreateRequest(Frozen):
 
 class Market(Protocol):
     name: str
+    owned: bool
+    """The boxes are the user's own: nothing is bought, and giving back frees the box instead of ending it."""
 
     def account_id(self) -> str:
         """Identity of the account behind the key. AuthError if the key is bad."""
         ...
 
     def credit_usd(self) -> float | None:
-        """Money left, None if the market does not say."""
+        """Money left, None if the market does not say, infinite where nothing is billed."""
         ...
 
     def search(self, want: BoxWanted) -> list[Offer]:

@@ -46,17 +46,17 @@ def error_of(call: str, status: int, headers: Mapping[str, str], text: str) -> M
     """
     body = _object(text)
     name, message = _words(body, text)
-    instance_id = _created(body)
+    instance_id = created_id(body)
     kind = _kind(status, name, message, body)
     if kind is None:
         return None
     said = f"{call}: HTTP {status}{f' {name}' if name else ''}: {message or '(empty body)'}"
     if kind is RateLimited:
-        return RateLimited(said, retry_after_s=_seconds(headers.get("retry-after")))
+        return RateLimited(said, retry_after_s=_seconds(headers.get("retry-after")), instance_id=instance_id)
     if kind is QuotaExhausted and headers.get("x-ratelimit-reset"):
         said += f"; until {headers['x-ratelimit-reset']}"
     if kind is AuthError:
-        said += "; check LIVERY_MARKET_API_KEY and its permissions"
+        said += "; check LIVERY_MARKET_API_KEY (the reaper's own: LIVERY_REAPER_API_KEY) and its permissions"
     return kind(said, instance_id=instance_id)
 
 
@@ -86,14 +86,14 @@ def json_of(call: str, text: str) -> Any:
     """The JSON of a 200; Ambiguous if it is none, for then nobody knows what happened."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise Ambiguous(f"{call}: HTTP 200, but not JSON: {text[:200]!r}") from None
 
 
 def _object(text: str) -> dict[str, Any] | None:
     try:
         body = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return body if isinstance(body, dict) else None
 
@@ -105,8 +105,15 @@ def _words(body: dict[str, Any] | None, text: str) -> tuple[str, str]:
     return str(body.get("error") or ""), str(said)[:300]
 
 
-def _created(body: dict[str, Any] | None) -> int | None:
-    seen = (body or {}).get("new_contract")
+def created_id(body: Any) -> int | None:
+    """The id of the box that a create call made, from a success or an error; None if the reply names none."""
+    return whole_number(body.get("new_contract")) if isinstance(body, dict) else None
+
+
+def whole_number(seen: Any) -> int | None:
+    """This market writes a number now and then as text."""
+    if isinstance(seen, str) and re.fullmatch(r"[0-9]{1,18}", seen):
+        return int(seen)
     return seen if isinstance(seen, int) and not isinstance(seen, bool) else None
 
 
@@ -213,8 +220,8 @@ def offer_of(row: Any) -> Offer:
         min_bid_usd=_number(row, "min_bid"),
         inet_down_mbps=_number(row, "inet_down"),
         inet_up_mbps=_number(row, "inet_up"),
-        inet_down_usd_gb=_number(row, "inet_down_cost") or 0.0,
-        inet_up_usd_gb=_number(row, "inet_up_cost") or 0.0,
+        inet_down_usd_gb=_traffic_usd_gb(row, "down"),
+        inet_up_usd_gb=_traffic_usd_gb(row, "up"),
         reliability=reliability if reliability is not None else _number(row, "reliability2"),
         verified=row.get("verification") == "verified",
         rentable=row.get("rentable") is True,
@@ -224,6 +231,11 @@ def offer_of(row: Any) -> Offer:
         host_memory_gb=_memory_share_gb(row),
         direct_port_count=_integer_or_none(row, "direct_port_count") or 0,
     )
+
+
+def _traffic_usd_gb(row: Mapping[str, Any], way: Literal["down", "up"]) -> float:
+    per_gb, per_tb = _number(row, f"inet_{way}_cost"), _number(row, f"internet_{way}_cost_per_tb")
+    return per_gb if per_gb is not None else (per_tb or 0.0) / 1000
 
 
 # The last part of the free text is a two-letter code or, on some hosts, a name.
@@ -289,7 +301,7 @@ def _number(row: Mapping[str, Any], name: str) -> float | None:
         return None
     try:
         number = float(seen) if isinstance(seen, (int, float, str)) and not isinstance(seen, bool) else math.nan
-    except ValueError:
+    except (ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
         raise ValueError(f"{name}: want a number, seen {_shown(seen)}")
@@ -330,6 +342,8 @@ def _text(row: Mapping[str, Any], name: str) -> str | None:
 
 def _flag(row: Mapping[str, Any], name: str) -> bool | None:
     seen = row.get(name)
+    if seen in (0, 1) and isinstance(seen, int):
+        return bool(seen)
     if seen is not None and not isinstance(seen, bool):
         raise ValueError(f"{name}: want true or false, seen {_shown(seen)}")
     return seen

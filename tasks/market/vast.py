@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import random
+import re
 import ssl
 import time
 from collections import Counter
@@ -17,11 +19,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import httpx
 
-from tasks.domain import Charge, Instance, Listing, Offer, UnparsedInstance
-from tasks.errors import Ambiguous, InvalidRequest, MarketError, NotFound, RateLimited, ShapeError
+from tasks.domain import LABEL_PREFIX, Charge, Instance, Listing, Offer, UnparsedInstance
+from tasks.errors import (
+    Ambiguous,
+    InvalidRequest,
+    MarketError,
+    NotFound,
+    QuotaExhausted,
+    RateLimited,
+    ShapeError,
+    UserError,
+)
 from tasks.market import replies
 from tasks.market.limiter import Limiter
 from tasks.market.protocol import CreateRequest
@@ -31,11 +43,16 @@ from training.contract.recipe import Box as BoxWanted
 log = logging.getLogger(__name__)
 
 RETRY_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 15.0)
+# The time-outs of a connection start anew with each byte; a reply that drips is ended by this.
+CALL_S = 120.0
+# What the last call of somebody in a hurry gets all the same.
+LAST_CALL_S = 5.0
 MAX_REPLY_BYTES = 8 << 20
 PAGE_ROWS = 25
 MAX_PAGES = 200
 LISTING_TRIES = 3
-SEARCH_ROWS = 500
+SEARCH_ROWS = 1000
+_LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
@@ -60,10 +77,12 @@ class _Call:
 class VastMarket:
     """The market protocol on vast.ai. May be shared by threads.
 
-    `budget_s` bounds all calls of this object together, for those who must be done in seconds: past it nothing is retried.
+    `budget_s` bounds all calls of this object together, for those who must be done in seconds: past it nothing is retried, and a
+    call whose turn comes later is not sent. UserError for an address without TLS beyond loopback, or a key that cannot be sent.
     """
 
     name = "vast"
+    owned = False
 
     def __init__(
         self,
@@ -79,6 +98,7 @@ class VastMarket:
         jitter: Callable[[], float] = random.random,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
+        _require_safe(base_url, api_key)
         self._key, self._limiter = api_key, limiter
         self._clock, self._sleep, self._jitter = clock, sleep, jitter
         self._give_up_at = None if budget_s is None else clock() + budget_s
@@ -118,6 +138,8 @@ class VastMarket:
             log.warning("search: %d of %d offers cannot be read, such as: %s", len(problems), len(rows), problems[0])
         if rows and not offers:
             raise ShapeError(f"search: none of {len(rows)} offers can be read: {problems[0]}")
+        if len(rows) >= SEARCH_ROWS:
+            log.warning("search: the market gave the %d cheapest offers of the tier and may have more", len(rows))
         return offers
 
     def create(self, request: CreateRequest) -> int:
@@ -127,19 +149,22 @@ class VastMarket:
         )
         try:
             body = self._send(call)
-        except (RateLimited, ShapeError) as error:
+        except (RateLimited, QuotaExhausted, ShapeError) as error:
             raise Ambiguous(str(error), instance_id=error.instance_id) from None
-        instance_id = body.get("new_contract") if isinstance(body, dict) else None
-        if not isinstance(instance_id, int) or isinstance(instance_id, bool):
+        instance_id = replies.created_id(body)
+        if instance_id is None:
             raise Ambiguous(f"{call.name}: HTTP 200 without the new box's id")
         return instance_id
 
     def show(self, instance_id: int) -> Instance | None:
         call = _Call("GET", "/api/v0/instances/{id}/", ids={"id": instance_id}, repeatable=True)
         try:
-            return replies.one_instance(call.name, self._send(call))
+            box = replies.one_instance(call.name, self._send(call))
         except NotFound:
             return None
+        if box is not None and box.id != instance_id:
+            raise ShapeError(f"{call.name}: the reply is about box {box.id}")
+        return box
 
     def list_all(self) -> Listing:
         """Complete means: every page read, as many rows as the market counts, and the same account before and after.
@@ -212,18 +237,15 @@ class VastMarket:
     def _all_pages(self) -> tuple[list[Any], str]:
         """All rows, and what is wrong with them ('' if nothing is)."""
         params = {"limit": str(PAGE_ROWS), "order_by": json.dumps([{"col": "id", "dir": "asc"}])}
-        page = self._page(params)
-        rows = list(page["instances"])
-        for _ in range(MAX_PAGES):
-            token = page.get("next_token")
-            if not token:
-                return rows, _miscounted(rows, page)
+        pages, tokens = [self._page(params)], set[str]()
+        while (token := str(pages[-1].get("next_token") or "")) and len(pages) <= MAX_PAGES and token not in tokens:
+            tokens.add(token)
             try:
-                page = self._page({**params, "after_token": str(token)})
+                pages.append(self._page({**params, "after_token": token}))
             except MarketError as error:
+                rows = _rows(pages)
                 return rows, f"broke off after {len(rows)} rows: {error}"
-            rows += page["instances"]
-        return rows, f"more than {MAX_PAGES} pages"
+        return _rows(pages), "the pages do not end" if token else _miscounted(pages)
 
     def _page(self, params: dict[str, str]) -> dict[str, Any]:
         call = _Call("GET", "/api/v1/instances/", params=params, repeatable=True)
@@ -248,26 +270,48 @@ class VastMarket:
         return self._send_once(call)
 
     def _send_once(self, call: _Call) -> Any:
-        self._limiter.wait(call.method, call.template)
+        self._limiter.wait(call.method, call.template, at_most_s=self._left_s())
+        until = self._clock() + min(CALL_S, max(LAST_CALL_S, self._left_s()))
         try:
             with self._client.stream(call.method, call.path, params=call.params or None, json=call.body) as response:
-                text = replies.redact(self._text(call, response), self._key)
+                text = replies.redact(self._text(call, response, until), self._key)
                 status, headers = response.status_code, response.headers
         except httpx.HTTPError as error:
             reason = replies.redact(str(error), self._key) or "no reply"
             raise Ambiguous(f"{call.name}: {type(error).__name__}: {reason}") from None
         problem = replies.error_of(call.name, status, headers, text)
+        if isinstance(problem, RateLimited):
+            self._limiter.hold_back(call.method, call.template, problem.retry_after_s)
         if problem is not None:
             raise problem
         return replies.json_of(call.name, text)
 
-    def _text(self, call: _Call, response: httpx.Response) -> str:
+    def _left_s(self) -> float:
+        return math.inf if self._give_up_at is None else max(0.0, self._give_up_at - self._clock())
+
+    def _text(self, call: _Call, response: httpx.Response, until: float) -> str:
         data = bytearray()
         for chunk in response.iter_bytes():
             data += chunk
+            if self._clock() > until:
+                raise Ambiguous(f"{call.name}: {len(data)} bytes of a reply, no end of it, and the time is up")
             if len(data) > MAX_REPLY_BYTES:
                 raise Ambiguous(f"{call.name}: the reply is longer than {MAX_REPLY_BYTES >> 20} MB")
         return data.decode("utf-8", errors="replace")
+
+
+def _require_safe(base_url: str, api_key: str) -> None:
+    url = urlsplit(base_url)
+    if url.scheme != "https" and (url.scheme, url.hostname) not in {("http", host) for host in _LOOPBACK}:
+        raise UserError(
+            f"the market's address {base_url}: want https:// (plain http only on loopback: the key travels on it)"
+        )
+    if not re.fullmatch(r"[!-~]+", api_key):
+        # The HTTP library would quote the whole header, key included, in its complaint.
+        raise UserError(
+            "LIVERY_MARKET_API_KEY (or LIVERY_REAPER_API_KEY): empty, or holds a blank, a line break or a character outside ASCII; "
+            "copy the key again, without quotes"
+        )
 
 
 @cache
@@ -318,17 +362,33 @@ def _sorted_out(rows: list[Any]) -> tuple[tuple[Instance, ...], tuple[UnparsedIn
     )
 
 
-def _miscounted(rows: list[Any], last_page: dict[str, Any]) -> str:
-    total, labels = last_page.get("total_instances"), last_page.get("label_counts")
-    if not isinstance(total, int) or isinstance(total, bool):
-        return f"the market did not say how many boxes there are (total_instances {total!r})"
+def _rows(pages: list[dict[str, Any]]) -> list[Any]:
+    return [row for page in pages for row in page["instances"]]
+
+
+def _miscounted(pages: list[dict[str, Any]]) -> str:
+    rows, seen = _rows(pages), pages[-1].get("total_instances")
+    total = replies.whole_number(seen)
+    if total is None:
+        return f"the market did not say how many boxes there are (total_instances {seen!r})"
     if total != len(rows):
         return f"{len(rows)} rows were read, but the market counts {total} boxes"
-    ids = [row.get("id") for row in rows if isinstance(row, dict)]
-    if len(set(map(str, ids))) != len(ids):
+    ids = [str(row.get("id")) for row in rows if isinstance(row, dict)]
+    if len(set(ids)) != len(ids):
         return "a box is listed twice"
-    counted = Counter(str(row.get("label") or "") for row in rows if isinstance(row, dict))
-    if isinstance(labels, dict) and labels and labels != counted:
-        # Rows whose fields came back null would hide our boxes; the market's own count by label does not.
-        return f"the labels of the rows do not agree with the market's count {labels}"
+    return next((problem for page in pages if (problem := _hidden(rows, page.get("label_counts")))), "")
+
+
+def _hidden(rows: list[Any], counts: Any) -> str:
+    """Rows whose labels came back null would hide our boxes; the market's own count by label does not.
+
+    Only our labels are compared, and only for too few rows: how a box without a label is counted, and whether the counts are of the
+    page or of the account, is nowhere written down.
+    """
+    read = Counter(str(row.get("label")) for row in rows if isinstance(row, dict))
+    ours = counts if isinstance(counts, dict) else {}
+    for label, wanted in ours.items():
+        number = replies.whole_number(wanted)
+        if str(label).startswith(f"{LABEL_PREFIX}:") and (number is None or read[str(label)] < number):
+            return f"{read[str(label)]} rows have the label {label}, but by the market's count of labels there are {wanted}"
     return ""

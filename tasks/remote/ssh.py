@@ -30,6 +30,7 @@ CONNECT_S = 10.0
 DEAD_LINK_S = 15.0
 # A box may ignore connections while it boots, but one that swallows them for this long has no way in.
 TIMED_OUT_S = 60.0
+_KEY_AGAIN_S = 60.0
 _PINNED = "box"
 _CHUNK = 1 << 16
 
@@ -60,6 +61,7 @@ class Remote:
 
     `endpoints` is asked again before each reconnect: addresses change when a box is restarted. The first host key seen is kept in
     `known_hosts_path` (one file a box, since the market gives addresses out again) and any other is refused with LoginFailed.
+    `key_refused` is told, once a minute at most, when every address that answers refuses the key: hosts have been seen to drop it.
     """
 
     def __init__(
@@ -70,12 +72,15 @@ class Remote:
         endpoints: Callable[[], Sequence[Endpoint]],
         *,
         connect_s: float = CONNECT_S,
+        key_refused: Callable[[], None] = lambda: None,
     ) -> None:
         self._user = box_user
         self._key_path = Path(key_path)
         self._known_hosts = Path(known_hosts_path)
         self._endpoints = endpoints
         self._connect_s = connect_s
+        self._key_refused = key_refused
+        self._key_told_at = float("-inf")
         self._connection: fabric.Connection | None = None
         self._worked: Endpoint | None = None
         self._lock = threading.RLock()
@@ -171,7 +176,11 @@ class Remote:
             return
         # One address that swallows packets says nothing as long as another one answers at all.
         ranked: tuple[Trouble, ...] = ("key not accepted", "refused", "broken", "timed out")
-        raise _NoWayIn(next((trouble for trouble in ranked if trouble in troubles), "no address yet"))
+        worst: Trouble = next((trouble for trouble in ranked if trouble in troubles), "no address yet")
+        if worst == "key not accepted" and time.monotonic() - self._key_told_at > _KEY_AGAIN_S:
+            self._key_told_at = time.monotonic()
+            self._key_refused()
+        raise _NoWayIn(worst)
 
     def _login(self, endpoint: Endpoint, deadline: float) -> fabric.Connection:
         seconds = _left(deadline, at_most=self._connect_s)

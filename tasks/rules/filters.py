@@ -1,4 +1,4 @@
-"""Which offers will do. Every rule has a name, a reason to be there and a way to loosen it, so that an empty result can be explained.
+"""Which offers will do. Every rule has a name, a lesson behind it and a way to loosen it, so that an empty result can be explained.
 
 The market's own filters are best effort, so each rule is applied to the reply. A fact that an offer does not state counts against
 it, except where the first login measures it before anything big is downloaded.
@@ -6,13 +6,17 @@ it, except where the first login measures it before anything big is downloaded.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from tasks.domain import FilterCount, Offer
-from tasks.rules.pricing import dph_at_disk
+from tasks.errors import UserError
+from tasks.rules.pricing import MAX_DOWN_MBPS, dph_at_disk, mbps_for
 from tasks.rules.tiers import TIERS
-from training.contract.recipe import Box
+from training.contract.recipe import Box, Recipe
 
 DURATION_MARGIN_S = 6 * 3600
 
@@ -24,11 +28,23 @@ class Want:
     box: Box
     needed_s: float = 0.0
     """How long the box is needed by plan."""
+    prefetch_mbps: float = 0.0
+    """What the base model needs to be there within budget.prefetch_s."""
+    upload_mbps: float = 0.0
+    """What a checkpoint needs to be durable within budget.upload_s."""
     bad_machines: Mapping[int, str] = field(default_factory=dict)
     """Machine ids and why they are left out."""
     max_usd: float | None = None
     run_usd: Mapping[int, float] = field(default_factory=dict)
     """Dollars of the whole run by offer id."""
+
+    @property
+    def down_floor_mbps(self) -> float:
+        return max(self.box.min_inet_down_mbps, self.prefetch_mbps)
+
+    @property
+    def up_floor_mbps(self) -> float:
+        return max(self.box.min_inet_up_mbps, self.upload_mbps)
 
 
 @dataclass(frozen=True)
@@ -37,6 +53,8 @@ class Rule:
     refuses: Callable[[Offer, Want], str | None]
     """The sentence against an offer: what was seen and what is wanted; None if it passes."""
     loosen: str
+    fixed: bool = False
+    """No setting loosens it, so it is never advised."""
 
 
 @dataclass(frozen=True)
@@ -45,36 +63,115 @@ class Refusal:
     sentence: str
 
 
+@dataclass(frozen=True)
+class Sifted:
+    passed: tuple[Offer, ...]
+    counts: tuple[FilterCount, ...]
+    """One a rule, in the rules' order."""
+    advice: str
+    """Which single rule to loosen, when nothing passed."""
+
+
 def refusals(offer: Offer, want: Want) -> tuple[Refusal, ...]:
     """Every rule that is against this offer; empty = it will do."""
-    found = ((rule.name, rule.refuses(offer, want)) for rule in RULES)
-    return tuple(Refusal(name, f"offer {offer.id}: {sentence}") for name, sentence in found if sentence)
+    return tuple(
+        Refusal(rule.name, f"offer {offer.id}: {sentence}") for rule in RULES if (sentence := rule.refuses(offer, want))
+    )
 
 
-def survivors(offers: Sequence[Offer], want: Want) -> list[Offer]:
-    return [offer for offer in offers if not refusals(offer, want)]
+def sift(offers: Sequence[Offer], want: Want) -> Sifted:
+    """The offers that will do, and of each rule what it removes and what leaving it out would give.
 
-
-def funnel(offers: Sequence[Offer], want: Want) -> tuple[FilterCount, ...]:
-    """What each rule removes when it is applied alone, and the cheapest offer that nothing but it stands against.
-
-    The counts overlap: one floor of 0.99 for reliability once removed nearly every cheap offer, and only a count per rule shows it.
+    `removed` counts a rule applied alone, so the counts overlap: one floor of 0.99 for reliability once removed nearly every cheap
+    offer, and only a count per rule shows it. `alone` counts the offers that nothing else stands against: those that come back when
+    this one rule is loosened.
     """
-    against = {offer.id: {refusal.rule for refusal in refusals(offer, want)} for offer in offers}
-    counts = []
-    for rule in RULES:
-        lost = [dph_at_disk(offer, want.box.disk_gb) for offer in offers if against[offer.id] == {rule.name}]
-        counts.append(
-            FilterCount(
-                rule=rule.name,
-                removed=sum(rule.name in names for names in against.values()),
-                cheapest_lost_usd=min(lost, default=None),
-                loosen=rule.loosen,
-            )
+    against = [(offer, refusals(offer, want)) for offer in offers]
+    removed: dict[str, list[Offer]] = {rule.name: [] for rule in RULES}
+    alone: dict[str, list[tuple[Offer, Refusal]]] = {rule.name: [] for rule in RULES}
+    for offer, found in against:
+        for refusal in found:
+            removed[refusal.rule].append(offer)
+        if len(found) == 1:
+            alone[found[0].rule].append((offer, found[0]))
+    counts = tuple(_count(rule, removed[rule.name], alone[rule.name], want) for rule in RULES)
+    passed = tuple(offer for offer, found in against if not found)
+    return Sifted(passed, counts, "" if passed or not offers else _advice(counts, against, want))
+
+
+def require_consistent(recipe: Recipe) -> None:
+    """UserError for wishes that no offer can meet together, or that a box would fail after it was rented."""
+    box, budget = recipe.box, recipe.budget
+    driver = driver_number(box.min_driver)
+    if driver is None:
+        raise UserError(f"box.min_driver: seen '{box.min_driver}', want a driver's version such as 580.65.06")
+    image_cuda = re.search(r"cuda(\d+\.\d+)", box.image)
+    if box.device == "cuda" and image_cuda and _cuda_number(float(image_cuda[1])) > _cuda_number(box.min_cuda):
+        raise UserError(
+            f"box.min_cuda: {box.min_cuda:g}, but box.image has CUDA {image_cuda[1]}: a box that passes would end in error 803; "
+            f"want min_cuda: {image_cuda[1]} or an image with an older CUDA"
         )
-    return tuple(counts)
+    for cuda, needed in _DRIVER_OF_CUDA:
+        if _cuda_number(box.min_cuda) >= _cuda_number(cuda) and driver < (driver_number(needed) or 0):
+            raise UserError(
+                f"box.min_driver: {box.min_driver} is older than {needed}, the first driver for CUDA {cuda:g} (box.min_cuda: {box.min_cuda:g}); raise it or lower min_cuda"
+            )
+    if recipe.model.size_gb > box.disk_gb:
+        raise UserError(
+            f"box.disk_gb: {box.disk_gb}, but the model alone has {recipe.model.size_gb:g} GB (model.size_gb)"
+        )
+    if box.min_disk_free_gb is not None and box.min_disk_free_gb > box.disk_gb:
+        raise UserError(
+            f"box.min_disk_free_gb: {box.min_disk_free_gb:g} can never be free on a disk of box.disk_gb = {box.disk_gb}"
+        )
+    needed_mbps = mbps_for(recipe.model.size_gb, budget.prefetch_s)
+    if needed_mbps > MAX_DOWN_MBPS:
+        raise UserError(
+            f"budget.prefetch_s: {recipe.model.size_gb:g} GB in {budget.prefetch_s} s are {needed_mbps:.0f} Mbps, and one box gets at most "
+            f"{MAX_DOWN_MBPS:.0f}; want at least {math.ceil(recipe.model.size_gb * 8_000 / MAX_DOWN_MBPS)} s"
+        )
 
 
+# The first driver branch of each CUDA: table 3 of NVIDIA's CUDA toolkit release notes.
+_DRIVER_OF_CUDA = ((13.0, "580.65.06"), (12.0, "525.60.13"))
+
+
+def _count(rule: Rule, removed: list[Offer], alone: list[tuple[Offer, Refusal]], want: Want) -> FilterCount:
+    gained = min(alone, key=lambda pair: _rank_usd(pair[0], want), default=None)
+    return FilterCount(
+        rule=rule.name,
+        removed=len(removed),
+        cheapest_removed_usd=min((dph_at_disk(offer, want.box.disk_gb) for offer in removed), default=None),
+        alone=len(alone),
+        cheapest_lost_usd=dph_at_disk(gained[0], want.box.disk_gb) if gained else None,
+        gain_run_usd=_finite(want.run_usd.get(gained[0].id)) if gained else None,
+        gain=gained[1].sentence if gained else "",
+        loosen=rule.loosen,
+    )
+
+
+def _advice(counts: Sequence[FilterCount], against: Sequence[tuple[Offer, tuple[Refusal, ...]]], want: Want) -> str:
+    """The one rule whose loosening gives the cheapest run; or how near the nearest offer is when one alone is not enough."""
+    single = [count for count, rule in zip(counts, RULES, strict=True) if count.alone and not rule.fixed]
+    if single:
+        best = min(single, key=lambda count: math.inf if count.gain_run_usd is None else count.gain_run_usd)
+        run = "" if best.gain_run_usd is None else f"${best.gain_run_usd:.2f} for the run, "
+        offers = "1 offer" if best.alone == 1 else f"{best.alone} offers"
+        return f"loosen {best.rule} ({best.loosen}): gives {offers}, the best at {run}${best.cheapest_lost_usd or 0:.3f}/h; {best.gain}"
+    _, found = min(against, key=lambda pair: (len(pair[1]), _rank_usd(pair[0], want)))
+    stand = "1 stands" if len(found) == 1 else f"{len(found)} stand"
+    return f"no single filter gives an offer; {stand} against the nearest: {'; '.join(one.sentence for one in found)}"
+
+
+def _rank_usd(offer: Offer, want: Want) -> tuple[float, float]:
+    return want.run_usd.get(offer.id, math.inf), dph_at_disk(offer, want.box.disk_gb)
+
+
+def _finite(usd: float | None) -> float | None:
+    return usd if usd is not None and math.isfinite(usd) else None
+
+
+@lru_cache(maxsize=1024)
 def driver_number(version: str | None) -> int | None:
     """`580.95.05` as the integer 580095005; None if it is no version. As text `580.9` would beat `580.65`."""
     parts = (version or "").split(".")
@@ -111,7 +208,7 @@ def _gpu_count(offer: Offer, want: Want) -> str | None:
 
 
 def _price(offer: Offer, want: Want) -> str | None:
-    """At the disk that will really be asked for: the search's default of 5 or 8 GB flatters a box with 250."""
+    """Boxes at $2.50/h were rented while others at $1.00 were listed. At the disk that will really be asked for: the search's default of 8 GB flatters."""
     dph = dph_at_disk(offer, want.box.disk_gb)
     if dph <= want.box.max_dph_usd:
         return None
@@ -128,8 +225,7 @@ def _run_cost(offer: Offer, want: Want) -> str | None:
 
 def _cuda(offer: Offer, want: Want) -> str | None:
     """Compared as integers, as the driver itself reports it: 13000 for 13.0."""
-    wanted = round(want.box.min_cuda * 1000)
-    if offer.cuda_max_good is not None and round(offer.cuda_max_good * 1000) >= wanted:
+    if offer.cuda_max_good is not None and _cuda_number(offer.cuda_max_good) >= _cuda_number(want.box.min_cuda):
         return None
     return f"CUDA up to {offer.cuda_max_good}, want {want.box.min_cuda}"
 
@@ -150,21 +246,25 @@ def _disk(offer: Offer, want: Want) -> str | None:
 
 
 def _download(offer: Offer, want: Want) -> str | None:
-    """A card at $1.30/h that waits for 67 GB earns nothing; advertised rates are best cases, so this is a floor."""
-    if (offer.inet_down_mbps or 0.0) >= want.box.min_inet_down_mbps:
+    """A card at $1.30/h that waits for 67 GB earns nothing: 1,500 s for them are 360 Mbps. What is advertised is the best case."""
+    floor = want.down_floor_mbps
+    if (offer.inet_down_mbps or 0.0) >= floor:
         return None
-    return f"downlink {_rate(offer.inet_down_mbps)}, want {want.box.min_inet_down_mbps:.0f} Mbps"
+    why = " (the model within budget.prefetch_s)" if want.prefetch_mbps > want.box.min_inet_down_mbps else ""
+    return f"downlink {_rate(offer.inet_down_mbps)}, want {floor:.0f} Mbps{why}"
 
 
 def _upload(offer: Offer, want: Want) -> str | None:
-    """At 61 Mbps a checkpoint of 11 GB takes 24 minutes, and what is not uploaded is lost with the box."""
-    if (offer.inet_up_mbps or 0.0) >= want.box.min_inet_up_mbps:
+    """A host with 0.38 MB/s up held a finished checkpoint of 7 GB for five hours; what is not uploaded is lost with the box."""
+    floor = want.up_floor_mbps
+    if (offer.inet_up_mbps or 0.0) >= floor:
         return None
-    return f"uplink {_rate(offer.inet_up_mbps)}, want {want.box.min_inet_up_mbps:.0f} Mbps"
+    why = " (a checkpoint within budget.upload_s)" if want.upload_mbps > want.box.min_inet_up_mbps else ""
+    return f"uplink {_rate(offer.inet_up_mbps)}, want {floor:.0f} Mbps{why}"
 
 
 def _country(offer: Offer, want: Want) -> str | None:
-    """Advertised bandwidth is to a server nearby; across an ocean a fifth of it was left."""
+    """Advertised bandwidth is to a server nearby; across an ocean a fifth of it was left. A place that is not stated is not near."""
     if not want.box.countries or offer.country in want.box.countries:
         return None
     return f"country {offer.country or 'not stated'} ({offer.geolocation}), want {', '.join(want.box.countries)}"
@@ -210,25 +310,29 @@ def _remembered(offer: Offer, want: Want) -> str | None:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule("memory", _memory, "box.tier"),
-    Rule("compute capability", _compute_capability, "box.tier"),
-    Rule("architecture", _architecture, "box.tier"),
-    Rule("GPU count", _gpu_count, "box.tier"),
+    Rule("memory", _memory, "take another box.tier", fixed=True),
+    Rule("compute capability", _compute_capability, "take another box.tier", fixed=True),
+    Rule("architecture", _architecture, "no setting: packages are for one", fixed=True),
+    Rule("GPU count", _gpu_count, "take another box.tier", fixed=True),
     Rule("rentable", _rentable, "wait for the box to become free"),
-    Rule("verified", _verified, "no setting: unverified machines are never rented"),
+    Rule("verified", _verified, "no setting: never rented", fixed=True),
     Rule("CUDA", _cuda, "lower box.min_cuda (the image must agree)"),
     Rule("driver", _driver, "lower box.min_driver (the image must agree)"),
     Rule("disk", _disk, "lower box.disk_gb"),
     Rule("host memory", _host_memory, "lower box.min_host_memory_gb"),
     Rule("price", _price, "raise box.max_dph_usd"),
     Rule("run cost", _run_cost, "raise budget.max_usd, or train fewer steps"),
-    Rule("downlink", _download, "lower box.min_inet_down_mbps"),
-    Rule("uplink", _upload, "lower box.min_inet_up_mbps"),
-    Rule("country", _country, "widen or empty box.countries"),
+    Rule("downlink", _download, "lower box.min_inet_down_mbps or raise budget.prefetch_s"),
+    Rule("uplink", _upload, "lower box.min_inet_up_mbps or raise budget.upload_s"),
+    Rule("country", _country, "widen box.countries, or write [] for anywhere"),
     Rule("reliability", _reliability, "lower box.min_reliability"),
     Rule("duration", _duration, "train fewer steps in one run"),
-    Rule("remembered", _remembered, "delete hosts/<machine id>.json in the bucket, or wait for its expiry"),
+    Rule("remembered", _remembered, "delete hosts/<machine id>.json in the bucket"),
 )
+
+
+def _cuda_number(version: float) -> int:
+    return round(version * 1000)
 
 
 def _rate(mbps: float | None) -> str:

@@ -1,10 +1,13 @@
-"""What a run costs on an offer: GPU hours, disk, boot and every GB both ways. A "$1.00" box with dear bandwidth is often dearer than a "$1.25" one."""
+"""What a run costs on an offer: GPU hours, disk, every GB both ways, boot, and the boxes that will turn out unfit on the way.
+
+A "$1.00" box with dear bandwidth is often dearer than a "$1.25" one, so offers are ranked by the run and never by the hour.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from tasks.domain import Offer
@@ -17,6 +20,8 @@ HOURS_A_MONTH = 720  # the market's own divisor for storage
 MAX_DOWN_MBPS = 2_000.0  # what the hub or a bucket gives one box, whatever the host advertises
 # Predicted seconds of a generated token, all completions of a batch in step.
 GENERATED_TOKEN_S = 0.06
+BID_MARGIN = 1.15  # over the least bid, so that the next bidder does not take the box at once
+CREDIT_MARGIN = 1.2  # of the account's money against the plan: prices and hours are estimates
 
 
 @dataclass(frozen=True)
@@ -27,13 +32,55 @@ class Overheads:
     install_s: float
     phase_start_s: float
     wheels_and_image_gb: float
+    unfit_boxes: float
+    """Boxes that fail their checks for each that passes, until a bucket has seen enough of them."""
 
 
 _OVERHEADS = {
-    "cuda": Overheads(boot_s=240, install_s=240, phase_start_s=120, wheels_and_image_gb=15),
-    "cpu": Overheads(boot_s=5, install_s=20, phase_start_s=4, wheels_and_image_gb=0.5),
-    "none": Overheads(boot_s=5, install_s=10, phase_start_s=1, wheels_and_image_gb=0.05),
+    "cuda": Overheads(boot_s=240, install_s=240, phase_start_s=120, wheels_and_image_gb=15, unfit_boxes=0.25),
+    "cpu": Overheads(boot_s=5, install_s=20, phase_start_s=4, wheels_and_image_gb=0.5, unfit_boxes=0.0),
+    "none": Overheads(boot_s=5, install_s=10, phase_start_s=1, wheels_and_image_gb=0.05, unfit_boxes=0.0),
 }
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Seconds a step as an earlier run measured them with the same model, adapters, batch and tier."""
+
+    step_s: float
+    source: str
+    """Where and when: `2026-11-29, 200 steps of run tools-35b on machine 35101`."""
+
+
+@dataclass(frozen=True)
+class Experience:
+    """What earlier runs have left in the bucket; empty = nothing yet."""
+
+    paces: Mapping[str, Pace] = field(default_factory=dict)
+    """By phase."""
+    fit_boxes: int = 0
+    unfit_boxes: int = 0
+    """Boxes that were given back before they trained."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a run still has to do, whatever box does it."""
+
+    phases: tuple[tuple[float, int], ...]
+    """Of each phase left: seconds of training, and checkpoints that are saved in it."""
+    train_s: float
+    checkpoint_gb: float
+    adapter_gb: float
+    model_gb: float
+    disk_gb: int
+    overheads: Overheads
+    gpu_factor: float
+    """Of the listed GPU price: a bid goes over the least one."""
+    unfit_boxes: float
+    hours_from: Literal["measured", "predicted"]
+    notes: tuple[str, ...]
+    """Where the hours of each phase, and the share of unfit boxes, come from."""
 
 
 @dataclass(frozen=True)
@@ -48,42 +95,88 @@ class Cost:
     down_gb: float
     up_gb: float
     parts: dict[str, float]
-    """Dollars by `gpu`, `disk`, `down`, `up`."""
+    """Dollars by `gpu`, `disk`, `down`, `up`, and `unfit`: boxes expected to fail before one passes."""
+
+    @property
+    def bytes_usd(self) -> float:
+        return self.parts["down"] + self.parts["up"]
 
     @property
     def sentence(self) -> str:
+        usd = {part: money(usd) for part, usd in self.parts.items()}
         return (
-            f"{self.hours:.2f} h: gpu ${self.parts['gpu']:.2f}, disk ${self.parts['disk']:.2f}, "
-            f"{self.down_gb:.1f} GB down ${self.parts['down']:.2f}, {self.up_gb:.1f} GB up ${self.parts['up']:.2f}"
+            f"{self.hours:.2f} h: gpu {usd['gpu']}, disk {usd['disk']}, "
+            f"{self.down_gb:.1f} GB down {usd['down']}, {self.up_gb:.1f} GB up {usd['up']}"
+            + (f", unfit boxes {usd['unfit']}" if self.parts["unfit"] else "")
         )
 
 
-def run_cost(recipe: Recipe, offer: Offer, done: Collection[str] = (), shape: ModelShape | None = None) -> Cost:
-    """Dollars and hours of the phases that are still to do. The GPU is not billed while the box boots; its disk is.
+def money(usd: float) -> str:
+    """Dollars for people: a rehearsal's fractions of a cent are to be seen too."""
+    return f"${usd:.2f}" if usd >= 0.01 or usd == 0 else f"${usd:.4f}"
 
-    `shape` is the model's, where its config.json was read; otherwise that of its family and size.
-    """
-    shape = shape or shape_of(recipe.model)
-    extra = _OVERHEADS[recipe.box.device]
-    down_gb = recipe.model.size_gb + extra.wheels_and_image_gb
-    prefetch_s = transfer_s(recipe.model.size_gb, min(offer.inet_down_mbps or 0.0, MAX_DOWN_MBPS))
-    up_gb, last_upload_s = _uploads(recipe, offer, done, shape)
-    train_s = sum(phase_s(recipe, name, shape) for name in _left(recipe, done))
-    starts_s = extra.phase_start_s * len(_left(recipe, done))
-    billed_h = (extra.install_s + prefetch_s + starts_s + train_s + last_upload_s) / 3600
+
+def run_cost(
+    recipe: Recipe,
+    offer: Offer,
+    done: Collection[str] = (),
+    shape: ModelShape | None = None,
+    experience: Experience | None = None,
+) -> Cost:
+    """Dollars and hours of the phases that are still to do, on one offer. For many offers, make the work once."""
+    return cost_of(work_left(recipe, done, shape, experience), offer)
+
+
+def work_left(
+    recipe: Recipe, done: Collection[str] = (), shape: ModelShape | None = None, experience: Experience | None = None
+) -> Work:
+    """The phases still to do in seconds and GB. `shape` is the model's, where its config.json was read; otherwise that of its family and size."""
+    shape, experience = shape or shape_of(recipe.model), experience or Experience()
+    left = [name for name in recipe.phase_names if name not in done]
+    paces = {name: _pace(recipe, name, shape, experience) for name in left}
+    overheads = _OVERHEADS[recipe.box.device]
+    unfit_boxes, unfit_source = _unfit(experience, overheads)
+    phases = tuple(_seconds_and_saves(recipe, name, pace) for name, (pace, _) in paces.items())
+    return Work(
+        phases=phases,
+        train_s=sum(seconds for seconds, _ in phases),
+        checkpoint_gb=checkpoint_gb(recipe, shape),
+        adapter_gb=adapter_gb(recipe, shape),
+        model_gb=recipe.model.size_gb,
+        disk_gb=recipe.box.disk_gb,
+        overheads=overheads,
+        gpu_factor=BID_MARGIN if recipe.box.interruptible else 1.0,
+        unfit_boxes=unfit_boxes,
+        hours_from="measured" if all(measured for _, measured in paces.values()) else "predicted",
+        notes=(*_sources({name: pace for name, (pace, _) in paces.items()}), *unfit_source),
+    )
+
+
+def cost_of(work: Work, offer: Offer) -> Cost:
+    """The GPU is not billed while the box boots; its disk is."""
+    extra, up_mbps = work.overheads, offer.inet_up_mbps or 0.0
+    down_gb = work.model_gb + extra.wheels_and_image_gb
+    prefetch_s = transfer_s(work.model_gb, min(offer.inet_down_mbps or 0.0, MAX_DOWN_MBPS))
+    # The last checkpoint and the exported adapter keep the box after training.
+    last_upload_s = transfer_s(work.checkpoint_gb + work.adapter_gb, up_mbps)
+    up_gb = _uploads_gb(work, up_mbps)
+    starts_s = extra.phase_start_s * len(work.phases)
+    billed_h = (extra.install_s + prefetch_s + starts_s + work.train_s + last_upload_s) / 3600
     hours = billed_h + extra.boot_s / 3600
-    disk_usd_h = storage_usd_h(offer, recipe.box.disk_gb)
+    disk_usd_h = storage_usd_h(offer, work.disk_gb)
+    gpu_usd_h = work.gpu_factor * max(0.0, dph_at_disk(offer, work.disk_gb) - disk_usd_h)
     parts = {
-        "gpu": billed_h * max(0.0, dph_at_disk(offer, recipe.box.disk_gb) - disk_usd_h),
+        "gpu": billed_h * gpu_usd_h,
         "disk": hours * disk_usd_h,
         "down": down_gb * offer.inet_down_usd_gb,
         "up": up_gb * offer.inet_up_usd_gb,
+        "unfit": work.unfit_boxes * _unfit_usd(extra, gpu_usd_h, disk_usd_h, offer.inet_down_usd_gb),
     }
     return Cost(
         usd=sum(parts.values()),
         hours=hours,
-        train_s=train_s,
-        hours_from="measured" if recipe.step_seconds else "predicted",
+        train_s=work.train_s,
+        hours_from=work.hours_from,
         down_gb=down_gb,
         up_gb=up_gb,
         parts=parts,
@@ -102,17 +195,9 @@ def storage_usd_h(offer: Offer, disk_gb: int) -> float:
 
 
 def phase_s(recipe: Recipe, name: str, shape: ModelShape | None = None) -> float:
-    """Seconds of training of one phase: steps times what a step took before, or is predicted to take."""
-    phase, shape = recipe.phase(name), shape or shape_of(recipe.model)
-    if recipe.step_seconds:
-        return phase.steps * recipe.step_seconds
-    if recipe.box.device != "cuda":
-        return phase.steps * (0.1 if recipe.trainer == "counting" else 0.8)
-    tokens = phase.batch_size * phase.accumulation * phase.max_length * (2 if phase.kind == "dpo" else 1)
-    step_s = tokens / (TIERS[recipe.box.tier].tokens_s * _relative_speed(shape))
-    if isinstance(phase, GrpoPhase):
-        step_s += phase.max_completion_length * GENERATED_TOKEN_S
-    return phase.steps * step_s
+    """Seconds of training of one phase: steps times what the recipe says that one takes, or is predicted to."""
+    pace, _ = _pace(recipe, name, shape or shape_of(recipe.model), Experience())
+    return recipe.phase(name).steps * pace.step_s
 
 
 def checkpoint_gb(recipe: Recipe, shape: ModelShape) -> float:
@@ -129,25 +214,75 @@ def transfer_s(gb: float, mbps: float) -> float:
     return 0.0 if gb == 0 else gb * 8_000 / mbps if mbps > 0 else math.inf
 
 
-def _uploads(recipe: Recipe, offer: Offer, done: Collection[str], shape: ModelShape) -> tuple[float, float]:
-    """GB sent up, and the seconds that the last upload keeps the box after training: checkpoint, then exported adapter.
-
-    An upload takes the newest checkpoint when the one before it is through, so a slow uplink sends fewer of them.
-    """
-    one_gb = checkpoint_gb(recipe, shape)
-    one_s = transfer_s(one_gb, offer.inet_up_mbps or 0.0)
-    total = 0.0
-    for name in _left(recipe, done):
-        phase = recipe.phase(name)
-        saves = math.ceil(phase.steps / phase.save_every_steps)
-        passable = saves if one_s == 0 else 1 + int(phase_s(recipe, name, shape) / one_s)
-        total += one_gb * min(saves, passable)
-    final_gb = adapter_gb(recipe, shape)
-    return total + final_gb, one_s + transfer_s(final_gb, offer.inet_up_mbps or 0.0)
+def mbps_for(gb: float, seconds: float) -> float:
+    """The rate that moves so many GB in this time."""
+    return gb * 8_000 / seconds
 
 
-def _left(recipe: Recipe, done: Collection[str]) -> list[str]:
-    return [name for name in recipe.phase_names if name not in done]
+def _seconds_and_saves(recipe: Recipe, name: str, pace: Pace) -> tuple[float, int]:
+    phase = recipe.phase(name)
+    return phase.steps * pace.step_s, math.ceil(phase.steps / phase.save_every_steps)
+
+
+def _uploads_gb(work: Work, up_mbps: float) -> float:
+    """GB sent up. An upload takes the newest checkpoint when the one before it is through, so a slow uplink sends fewer of them."""
+    one_s = transfer_s(work.checkpoint_gb, up_mbps)
+    sent = sum(saves if one_s == 0 else min(saves, 1 + int(seconds / one_s)) for seconds, saves in work.phases)
+    return work.checkpoint_gb * sent + work.adapter_gb
+
+
+def _unfit_usd(extra: Overheads, gpu_usd_h: float, disk_usd_h: float, down_usd_gb: float) -> float:
+    """A box that fails its checks has booted, installed and pulled image and wheels; the model was not fetched yet."""
+    return (
+        extra.boot_s / 3600 * disk_usd_h
+        + extra.install_s / 3600 * (gpu_usd_h + disk_usd_h)
+        + extra.wheels_and_image_gb * down_usd_gb
+    )
+
+
+# Weighs what is expected against what was seen: so many boxes count as much as the expectation does.
+_EXPECTATION_BOXES = 4
+
+
+def _unfit(experience: Experience, overheads: Overheads) -> tuple[float, tuple[str, ...]]:
+    """Unfit boxes for each fit one, and where the number comes from; nothing is said of none."""
+    expected, seen = overheads.unfit_boxes, experience.fit_boxes + experience.unfit_boxes
+    if not seen:
+        return expected, (f"{expected:g} unfit boxes for each fit one, predicted",) if expected else ()
+    rate = (experience.unfit_boxes + expected * _EXPECTATION_BOXES) / (experience.fit_boxes + _EXPECTATION_BOXES)
+    said = (
+        f"{rate:.2g} unfit boxes for each fit one: {expected:g} expected, {experience.unfit_boxes} of {seen} seen here"
+    )
+    return rate, (said,) if rate else ()
+
+
+def _pace(recipe: Recipe, name: str, shape: ModelShape, experience: Experience) -> tuple[Pace, bool]:
+    """Seconds a step of this phase, and whether anybody measured them."""
+    if recipe.step_seconds:
+        return Pace(recipe.step_seconds, "measured before, by step_seconds of the recipe"), True
+    if name in experience.paces:
+        pace = experience.paces[name]
+        return Pace(pace.step_s, f"measured here: {pace.source}"), True
+    return Pace(_predicted_step_s(recipe, name, shape), "predicted"), False
+
+
+def _sources(paces: Mapping[str, Pace]) -> list[str]:
+    """Phases of one pace and source in one sentence."""
+    named: dict[str, list[str]] = {}
+    for name, pace in paces.items():
+        named.setdefault(f"{pace.step_s:.3g} s a step, {pace.source}", []).append(name)
+    return [f"{', '.join(names)}: {said}" for said, names in named.items()]
+
+
+def _predicted_step_s(recipe: Recipe, name: str, shape: ModelShape) -> float:
+    if recipe.box.device != "cuda":
+        return 0.1 if recipe.trainer == "counting" else 0.8
+    phase = recipe.phase(name)
+    tokens = phase.batch_size * phase.accumulation * phase.max_length * (2 if phase.kind == "dpo" else 1)
+    step_s = tokens / (TIERS[recipe.box.tier].tokens_s * _relative_speed(shape))
+    if isinstance(phase, GrpoPhase):
+        step_s += phase.max_completion_length * GENERATED_TOKEN_S
+    return step_s
 
 
 def _relative_speed(shape: ModelShape) -> float:

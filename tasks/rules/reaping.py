@@ -39,8 +39,8 @@ class Verdict:
     reason: str
 
 
-def verdict(box: Instance, seen: LeaseSeen, now: float, limits: Limits) -> Verdict:
-    """The first rule that speaks decides; the order is the policy."""
+def verdict(box: Instance, seen: LeaseSeen, now: float, limits: Limits, given_up: bool = False) -> Verdict:
+    """The first rule that speaks decides; the order is the policy. `given_up`: the run has closed this attempt and holds no box of it."""
     label = Label.parse(box.label)
     if label is None:
         return Verdict("keep", "not ours: never touched")
@@ -49,6 +49,8 @@ def verdict(box: Instance, seen: LeaseSeen, now: float, limits: Limits) -> Verdi
     age_s = None if box.start_date is None else now - box.start_date
     if age_s is not None and age_s > limits.max_age_s:
         return Verdict("destroy", f"{_span(age_s)} old, at most {_span(limits.max_age_s)}")
+    if given_up:
+        return Verdict("destroy", f"its run gave attempt {label.attempt} up, and the box came to light afterwards")
     lease = seen.lease
     if lease and lease.expires_at > now:
         return Verdict("keep", f"lease live for {_span(lease.expires_at - now)}")

@@ -111,7 +111,8 @@ def test_a_run_triggered_on_the_command_line_ends_completed_with_its_artifacts(u
     assert done.returncode == 0, done.stdout + done.stderr
     run_id = run_id_of(up, "by-hand")
     assert state_of(up, run_id) == "Completed"
-    assert artifact_keys(up, run_id) >= {"progress", "phases", "receipt", "offers"}
+    assert artifact_keys(up, run_id) >= {"progress", "phases", "receipt", "offers", "filters"}
+    assert len(list(store_of(up.environ).list("paces/"))) == 5, "the next plan knows what a step took"
     assert all(box["gone"] for box in boxes_of(up, run_id))
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,38 +13,8 @@ import httpx
 import pytest
 
 from deployments.rehearsal import Rehearsal, start
-from deployments.rehearsal.box import uv_program
 
 pytestmark = pytest.mark.oracle
-
-REPOSITORY = Path(__file__).parents[2]
-CONSTRAINTS = Path(__file__).parent / "constraints-vastai.txt"
-INSTALL_TIMEOUT_S = 180
-
-
-@pytest.fixture(scope="session")
-def vastai() -> Path:
-    """The bin folder of an environment that holds `vastai`, made once per content of the constraints file."""
-    digest = hashlib.sha256(CONSTRAINTS.read_bytes() + sys.version.encode()).hexdigest()[:12]
-    home = REPOSITORY / ".livery" / "oracle" / f"vastai-{digest}"
-    if not (home / "complete").exists():
-        uv = uv_program()
-        if uv is None:
-            pytest.skip("uv is needed to install the official client")
-        shutil.rmtree(home, ignore_errors=True)
-        python = str(home / "bin" / "python")
-        for words in (
-            [uv, "venv", "-q", "--python", sys.executable, str(home)],
-            [uv, "pip", "install", "-q", "--python", python, "-c", str(CONSTRAINTS), "vastai"],
-        ):
-            try:
-                done = subprocess.run(words, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
-            except subprocess.TimeoutExpired:
-                pytest.skip(f"the official client could not be installed within {INSTALL_TIMEOUT_S} s")
-            if done.returncode != 0:
-                pytest.skip(f"the official client cannot be installed: {done.stderr.strip()[-300:]}")
-        (home / "complete").touch()
-    return home / "bin"
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +115,7 @@ print(json.dumps([len(offers), box.id, [i.id for i in listed], box.label, box.gp
     assert (count, listed, label, gpu) == (3, [box], "l", "Rehearsal CPU")
 
 
-def test_the_cli_searches_creates_lists_and_destroys(cli: Callable[..., str]) -> None:
+def test_the_cli_searches_creates_lists_labels_and_destroys(cli: Callable[..., str], rehearsal: Rehearsal) -> None:
     offers = json.loads(
         cli("search", "offers", "gpu_name=Rehearsal_CPU", "--raw", "--storage", "20", "-o", "dph_total")
     )
@@ -156,11 +123,13 @@ def test_the_cli_searches_creates_lists_and_destroys(cli: Callable[..., str]) ->
     made = json.loads(
         cli("create", "instance", str(offers[0]["id"]), "--image", "x", "--disk", "20", "--label", "l", "--raw")
     )
-    shown = json.loads(cli("show", "instance", str(made["new_contract"]), "--raw"))
-    assert shown["label"] == "l" and shown["disk_space"] == 20
-    assert [row["id"] for row in json.loads(cli("show", "instances", "--raw"))] == [made["new_contract"]]
-    assert "Results Summary" in cli("show", "instances")
+    (listed,) = json.loads(cli("show", "instances", "--raw"))
+    assert (listed["id"], listed["label"], listed["disk_space"]) == (made["new_contract"], "l", 20)
+    cli("label", "instance", str(made["new_contract"]), "other")
+    table = cli("show", "instances")
+    assert "Results Summary" in table and "other" in table
     cli("destroy", "instance", str(made["new_contract"]), "-y")
+    assert rehearsal.control.state()["instances_left"] == 0
 
 
 def test_the_sdk_reads_the_account_its_keys_and_its_charges(sdk: Callable[[str], Any]) -> None:

@@ -71,6 +71,7 @@ class Pretend:
             "market_api_key": self.market.account_key,
             "reaper_api_key": self.market.reaper_key,
             "bucket": bucket,
+            "s3_region": "us-east-1",
             "s3_access_key_id": "unused",
             "s3_secret_access_key": "unused",
             "box_s3_access_key_id": "unused",

@@ -121,6 +121,15 @@ def test_a_revoked_key_answers_404_and_nothing_is_called_gone(
     assert pretend.market.alive()
 
 
+def test_a_known_box_is_asked_to_go_though_a_short_listing_leaves_it_out(
+    pretend: Pretend, market: VastMarket, clock: Clock
+) -> None:
+    box = pretend.rented()
+    pretend.arm("list.missing_row@always")
+    assert _destroy(market, clock, also={box}).gone == (box,)
+    assert not pretend.market.alive()
+
+
 def test_a_box_whose_label_was_lost_goes_by_its_id(pretend: Pretend, market: VastMarket, clock: Clock) -> None:
     box = pretend.rented()
     pretend.market.contracts[box].label = None

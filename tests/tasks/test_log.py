@@ -15,6 +15,7 @@ def _guarded() -> None:
         Settings(
             market_api_key=SecretStr("vast-key-0123456789"),
             bucket="b",
+            s3_region="eu-central-1",
             s3_access_key_id="i",
             s3_secret_access_key=SecretStr("s3-secret/abc"),
             box_s3_access_key_id="i",

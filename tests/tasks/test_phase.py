@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tasks.artifacts import Progress, phase_rows
-from tasks.errors import TransferFailed
-from tasks.phase import RunView, duration
+from tasks.errors import BudgetReached, TransferFailed
+from tasks.phase import RunView, Watcher, duration
+from tasks.remote.jobs import EventTail, Jobs, JobState
+from tasks.remote.ssh import Remote
 from tasks.upload import UplinkWatch
 from tests.tasks.pretend import recipe
 from training.contract.events import CheckpointDurable, Heartbeat, PhaseEnd, PhaseStart, RunnerStart, Step, Transfer
@@ -153,3 +156,35 @@ def test_the_table_of_phases_and_the_progress_show_the_pace() -> None:
 @pytest.mark.parametrize(("seconds", "said"), [(45, "45 s"), (600, "10 min"), (12_240, "3.4 h")])
 def test_durations_are_told_as_a_person_would(seconds: float, said: str) -> None:
     assert duration(seconds) == said
+
+
+class PatientJobs(Jobs):
+    def __init__(self) -> None:
+        self.grace_s = 0.0
+
+    def stop(self, name: str, grace_s: float = 10, *, timeout_s: float | None = None) -> JobState:
+        self.grace_s = grace_s
+        return JobState("exited")
+
+
+class SilentTail(EventTail):
+    def read(self) -> list[Any]:
+        return []
+
+
+def test_a_runner_stopped_for_money_is_given_the_time_that_it_takes_for_its_last_upload() -> None:
+    """Killed before, the checkpoint that it has just saved goes with the box."""
+    jobs = PatientJobs()
+    watcher = Watcher(
+        SimpleNamespace(instance_id=7),  # type: ignore[arg-type]
+        jobs,
+        SilentTail(Remote("nobody", "key", "known", tuple)),
+        lambda box: None,
+        BUDGET,
+        spent_usd=lambda: 1.0,
+        deadline=float("inf"),
+        poll_s=1,
+    )
+    with pytest.raises(BudgetReached):
+        watcher.until(lambda view: False)
+    assert jobs.grace_s > BUDGET.last_upload_s == 60

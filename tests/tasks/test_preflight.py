@@ -22,7 +22,7 @@ from tests.tasks.remote.conftest import (  # noqa: F401
 )
 from tests.training.box.netfault import Link
 from training.contract import layout
-from training.contract.checks import CheckReport
+from training.contract.checks import Check, CheckReport
 from training.contract.recipe import Assignment, Recipe
 
 FACTS = {"gpus": [{"name": "Rehearsal", "memory_mb": 8000}], "driver_version": "580.95.05", "cuda_driver": 13000}
@@ -74,6 +74,79 @@ def test_a_box_that_does_not_answer_is_lost_not_unfit(
     link.reset()
     with pytest.raises(BoxLost):
         preflight.check_box(remote, counting_recipe())
+
+
+def test_what_a_box_has_no_time_to_look_at_is_unknown_and_fails_nothing(remote: Remote, box: SshBox) -> None:
+    give_facts(box)
+    report = preflight.check_box(remote, counting_recipe(), within_s=2.0)
+    assert report.ok
+    disks = {check.id: check.verdict for check in report.checks if check.id.startswith("disk_w")}
+    assert disks.keys() == {"disk_write"}
+
+
+def test_links_that_do_not_pass_their_few_megabytes_in_time_are_no_links(
+    remote: Remote, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def late(*_: object, **__: object) -> None:
+        raise InstallFailed("links: not done after 60 s, budget 60 s; its last line: no output")
+
+    monkeypatch.setattr(preflight, "follow", late)
+    with pytest.raises(PreflightFailed, match="links: not done after 60 s") as caught:
+        preflight.check_links(remote, counting_recipe())
+    assert (caught.value.blame, caught.value.fault) == ("host", "uplink_mbps")
+
+
+def test_links_that_there_is_no_time_for_are_unknown_and_nobody_is_asked(
+    remote: Remote, caplog: pytest.LogCaptureFixture
+) -> None:
+    report = preflight.check_links(remote, counting_recipe(), within_s=30.0)
+    assert [check.verdict for check in report.checks] == ["unknown", "unknown"] and report.ok
+    assert "unknown: uplink_mbps: seen no time left to look" in caplog.text
+
+
+def report_of(*blames: str) -> CheckReport:
+    checks = tuple(
+        Check(id=f"c{n}", verdict="fail", actual="a", required="r", purpose="p", blame=blame)  # type: ignore[arg-type]
+        for n, blame in enumerate(blames)
+    )
+    return CheckReport(stage="a", nonce="n", checks=checks)
+
+
+@pytest.mark.parametrize(
+    ("blames", "blame", "fault"),
+    [
+        (("image",), "image", "c0"),
+        (("image", "host"), "host", "c1"),
+        (("image", "user"), "other", "c1"),
+        (("us",), "other", "c0"),
+        (("host", "host"), "host", "c0"),
+    ],
+)
+def test_a_host_is_blamed_before_an_image_and_what_we_must_mend_before_that(
+    blames: tuple[str, ...], blame: str, fault: str
+) -> None:
+    with pytest.raises(PreflightFailed) as caught:
+        preflight._judged(report_of(*blames), PreflightFailed)
+    assert (caught.value.blame, caught.value.fault) == (blame, fault)
+
+
+def test_the_step_that_the_card_can_do_is_held_against_the_plans() -> None:
+    recipe = counting_recipe()
+    (phase,) = recipe.phases
+    tokens = phase.batch_size * phase.accumulation * phase.max_length
+    quick = preflight.step_check(recipe, str(tokens), {"sft": 1.0})
+    assert (quick.verdict, quick.actual) == ("pass", "1.00 at best in phase sft")
+    slow = preflight.step_check(recipe, str(tokens / 3), {"sft": 1.0})
+    assert (slow.verdict, slow.blame) == ("fail", "host") and "3.00 at best" in slow.sentence
+    assert preflight.step_check(recipe, None, {"sft": 1.0}).verdict == "unknown"
+    assert preflight.step_check(recipe, "1", {}).verdict == "unknown"
+
+
+def test_a_card_is_asked_for_a_fast_disk_and_a_rehearsal_for_a_small_sample() -> None:
+    recipe = counting_recipe()
+    small = preflight.wanted_of(recipe.box, None, now=0, round_trip_s=0)
+    large = preflight.wanted_of(recipe.box.model_copy(update={"device": "cuda"}), None, now=0, round_trip_s=0)
+    assert (small["disk_probe_mb"], large["disk_probe_mb"], large["min_disk_mb_s"]) == (16, 2000, 300.0)
 
 
 def test_an_echo_of_the_command_or_an_old_report_is_no_result() -> None:

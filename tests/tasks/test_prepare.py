@@ -19,7 +19,7 @@ from tasks.domain import Label, Lease
 from tasks.errors import LiveryError, NoOffers, UserError
 from tasks.lease import write_lease
 from tasks.market.protocol import CreateRequest
-from tasks.offers import best_offer, plan_run
+from tasks.offers import plan_run, require_rentable
 from tasks.prepare import prepare_run
 from tasks.recipes import load_recipe, shipped
 from tasks.run import Run
@@ -83,6 +83,14 @@ CASES: dict[str, tuple[Change, list[str]]] = {
     "a wrong bucket key": (environment(LIVERY_S3_SECRET_ACCESS_KEY="wrong-secret-123"), ["bucket", "LIVERY_S3_"]),
     "a bucket that is not there": (environment(LIVERY_BUCKET="nobodys-bucket"), ["bucket", "nobodys-bucket"]),
     "a wrong market key": (environment(LIVERY_MARKET_API_KEY="wrong-key-12345"), ["LIVERY_MARKET_API_KEY", "refuses"]),
+    "a region that nothing is known near": (
+        environment(LIVERY_S3_REGION="me-central-1"),
+        ["LIVERY_S3_REGION", "me-central-1", "box.countries"],
+    ),
+    "a driver too old for the CUDA wanted": (
+        edited('min_driver: "580.65.06"', 'min_driver: "535.1"'),
+        ["box.min_driver", "535.1", "580.65.06"],
+    ),
     "a missing setting": (environment(LIVERY_BUCKET=""), ["LIVERY_BUCKET"]),
     "more hours than a box may live": (
         edited("max_hours: 1", "max_hours: 48"),
@@ -228,7 +236,7 @@ def test_data_is_checked_without_a_bucket_where_nothing_lies_there(tmp_path: Pat
 def test_a_budget_below_any_box_finds_no_offer_and_names_the_field(prepared: Callable[[Change], Run]) -> None:
     run = prepared(edited("max_usd: 1.0", "max_usd: 0.0001"))
     with pytest.raises(NoOffers, match=r"budget\.max_usd"):
-        best_offer(plan_run(run.recipe, run.market, run.store, now=run.clock()))
+        require_rentable(plan_run(run.recipe, run.market, run.store, now=run.clock()))
 
 
 def test_a_run_that_somebody_trains_is_not_trained_twice_but_follows_a_dead_one_at_once(

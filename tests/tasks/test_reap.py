@@ -16,6 +16,7 @@ from tasks.market.vast import VastMarket
 from tasks.reap import LAST_SUCCESS, CannotSee, Sweep, sweep, text_table
 from tests.tasks.pretend import FLOW_RUN, OTHER_RUN, Clock, Pretend, dead_store
 from training.box.store import Store
+from training.contract import layout
 
 HOUR = 3600
 
@@ -178,7 +179,7 @@ def test_a_lease_that_comes_alive_at_the_last_moment_saves_its_box(
 ) -> None:
     box = reaper.pretend.rented()
     reaper.clock.now += HOUR
-    answer = reaper.pretend.api._show
+    answer = reaper.pretend.api.instances.show
 
     def renew_first(request: Any, id: int) -> Any:
         reaper.lease()
@@ -245,3 +246,31 @@ def test_exit_codes_tell_what_a_terminal_sweep_met(
     monkeypatch.delenv("LIVERY_MARKET_API_KEY")
     assert _once(environment, "--once").returncode == 2
     assert pretend.market.alive()
+
+
+@pytest.mark.parametrize(
+    ("state", "taken"),
+    [("written", False), ("created", False), ("refused", True), ("unresolved", True), ("destroyed", True)],
+)
+def test_a_box_that_came_to_light_after_its_run_gave_it_up_goes_though_the_run_lives(
+    reaper: Reaper, state: str, taken: bool
+) -> None:
+    """A lost create reply may hide a box for longer than the run looks for it; the run goes on with its next one."""
+    late = reaper.pretend.rented(attempt=1)
+    present = reaper.pretend.rented(attempt=2)
+    reaper.lease()
+    label = reaper.pretend.market.contracts[late].label
+    intent = {"flow_run_id": FLOW_RUN, "run": "r", "attempt": 1, "label": label, "account_id": "1", "offer_id": 1}
+    intent |= {"machine_id": 1, "dph_usd": 1.0, "disk_gb": 100, "written_at": reaper.clock.now, "state": state}
+    reaper.store.put_bytes(layout.intent(FLOW_RUN, 1), json.dumps(intent).encode())
+    reaper.sweep()
+    assert reaper.alive == ({present} if taken else {present, late})
+
+
+@pytest.mark.parametrize("content", [b"{", b'{"label": "another"}'])
+def test_an_intent_that_cannot_be_read_condemns_nobody(reaper: Reaper, content: bytes) -> None:
+    box = reaper.pretend.rented()
+    reaper.lease()
+    reaper.store.put_bytes(layout.intent(FLOW_RUN, 1), content)
+    reaper.sweep()
+    assert reaper.alive == {box}

@@ -19,6 +19,7 @@ from tasks.errors import (
     UserError,
 )
 from tasks.market.vast import VastMarket
+from tasks.reap import sweep
 from tasks.rent import rent
 from tests.tasks.pretend import (
     FLOW_RUN,
@@ -181,7 +182,9 @@ def test_a_bid_goes_a_little_over_the_least_and_never_over_the_cap(pretend: Pret
     ("fault", "said", "blame"),
     [
         ("boot.loading_forever", "not running after 60 s; last seen: loading", "host"),
-        ("boot.status_msg", "will not boot: Error response from daemon: manifest unknown", "other"),
+        ("boot.status_msg", "will not boot: Error response from daemon: manifest unknown", "image"),
+        ("boot.status_msg=unauthorized: authentication required", "unauthorized", "image"),
+        ("boot.status_msg=toomanyrequests: rate limit", "toomanyrequests", "image"),
         ("boot.status_msg=no space left on device", "no space left", "host"),
         ("boot.exited", "is exited", "host"),
     ],
@@ -299,3 +302,90 @@ def test_every_box_that_was_made_and_given_back_is_in_the_intent(
     intent = _intent(store)
     assert {intent["instance_id"], *intent["also_ids"]} == set(pretend.market.contracts)
     assert intent["state"] == "destroyed"
+
+
+def test_a_bid_that_cannot_win_within_the_cap_makes_nothing(renting: Any, pretend: Pretend, store: Store) -> None:
+    with pytest.raises(BootFailed, match=r"bids start at \$0\.\d+/h .* box\.max_dph_usd = \$0\.05") as caught:
+        renting(rehearsal_recipe(box={"interruptible": True, "max_dph_usd": 0.05}))
+    assert caught.value.blame == "other" and _creates(pretend) == 0 and store.list("intents/") == []
+
+
+def test_a_run_that_is_not_interruptible_never_bids(renting: Any, pretend: Pretend) -> None:
+    box = renting()
+    assert box.is_bid is False and pretend.market.contracts[box.id].bid_usd is None
+    wanted = rehearsal_recipe(box={"interruptible": True})
+    assert pretend.bodies and all(not body.get("price") for body in pretend.bodies)
+    pretend.market.contracts.clear()
+    assert renting(wanted).is_bid is True
+
+
+def test_a_price_that_rises_while_the_box_boots_ends_it(
+    renting: Any, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = pretend.market._run
+
+    def dearer(contract: Any, at: float) -> None:
+        contract.dph_base_usd *= 10
+        run(contract, at)
+
+    monkeypatch.setattr(pretend.market, "_run", dearer)
+    with pytest.raises(BootFailed, match=r"price: seen \$\d+\.\d+/h, want at most \$1\.00/h") as caught:
+        renting()
+    assert caught.value.blame == "other" and not pretend.market.alive()
+
+
+def test_another_card_of_the_same_memory_is_told_by_its_name(
+    renting: Any, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An H100 NVL lies in the band of the RTX PRO 6000."""
+    run = pretend.market._run
+
+    def other(contract: Any, at: float) -> None:
+        contract.gpu_name = "H100 NVL"
+        run(contract, at)
+
+    monkeypatch.setattr(pretend.market, "_run", other)
+    with pytest.raises(BootFailed, match="GPU: seen H100 NVL, want ") as caught:
+        renting()
+    assert (caught.value.blame, caught.value.fault) == ("host", "GPU") and not pretend.market.alive()
+
+
+def test_a_box_that_is_outbid_before_it_runs_does_not_blame_its_machine(
+    renting: Any, pretend: Pretend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretend.market, "_run", lambda contract, at: pretend.market._play(contract, "stopped", at))
+    with pytest.raises(BootFailed, match="outbid before it ran") as caught:
+        renting(rehearsal_recipe(box={"interruptible": True}))
+    assert caught.value.blame == "other" and not pretend.market.alive()
+    with pytest.raises(BootFailed, match="is stopped") as caught:
+        renting()
+    assert caught.value.blame == "host", "a host that takes an on-demand box back is to blame"
+
+
+class Terminated(BaseException):
+    """What SIGTERM raises in a flow."""
+
+
+def test_a_run_that_is_killed_between_the_create_and_its_reply_leaves_its_box_to_the_reaper(
+    renting: Any, pretend: Pretend, market: VastMarket, store: Store, clock: Clock, tmp_path: Path, monkeypatch: Any
+) -> None:
+    create = market.create
+
+    def killed(request: Any) -> int:
+        create(request)
+        raise Terminated
+
+    monkeypatch.setattr(market, "create", killed)
+    with pytest.raises(Terminated):
+        renting()
+    assert (_intent(store)["state"], _intent(store)["instance_id"]) == ("written", None), "nobody knows its id"
+    (left,) = pretend.market.alive()
+    settings = pretend.settings(tmp_path, market_pace=0.1)
+
+    def sweeps() -> str:
+        done = sweep(market, store, settings, clock=clock, sleep=clock.sleep, settle=lambda flow_run_id, by: None)
+        return next(row.outcome or row.action for row in done.rows if row.instance_id == left.id)
+
+    assert sweeps() == "keep", "its run may only be about to write its lease"
+    clock.now += settings.lease_s + 60
+    assert sweeps() == "destroyed" and not pretend.market.alive()

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 NEEDED = {
     "LIVERY_MARKET_API_KEY": "market-secret-1",
     "LIVERY_BUCKET": "b",
+    "LIVERY_S3_REGION": "eu-central-1",
     "LIVERY_S3_ACCESS_KEY_ID": "id",
     "LIVERY_S3_SECRET_ACCESS_KEY": "bucket-secret-2",
     "LIVERY_BOX_S3_ACCESS_KEY_ID": "id2",
@@ -59,6 +60,21 @@ def test_each_missing_setting_is_named_and_no_secret_is_shown(environment: pytes
     assert "secret" not in str(caught.value)
 
 
+def test_a_bucket_on_aws_without_a_region_is_refused_for_boxes_are_rented_near_it(
+    environment: pytest.MonkeyPatch,
+) -> None:
+    environment.delenv("LIVERY_S3_REGION")
+    with pytest.raises(UserError, match=r"LIVERY_S3_REGION: is not set; want the region of the bucket"):
+        read_settings()
+
+
+def test_a_bucket_elsewhere_may_have_no_region(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("LIVERY_S3_REGION", "")
+    environment.setenv("LIVERY_S3_ENDPOINT_URL", "https://bucket.example.com")
+    read = read_settings()
+    assert (read.s3_region, read.signing_region) == ("", "us-east-1")
+
+
 def test_secrets_do_not_show_when_printed(environment: pytest.MonkeyPatch) -> None:
     assert not re.search("market-secret-1|bucket-secret-2|box-secret-3", repr(read_settings()))
 
@@ -98,3 +114,25 @@ def test_a_key_never_travels_in_plain_text_to_a_host_that_only_looks_like_loopba
     environment.setenv("LIVERY_MARKET_URL", url)
     with pytest.raises(UserError, match="LIVERY_MARKET_URL: want https://"):
         read_settings()
+
+
+@pytest.mark.parametrize("value", ["", None])
+def test_a_market_without_its_key_is_refused(environment: pytest.MonkeyPatch, value: str | None) -> None:
+    environment.setenv("LIVERY_MARKET_API_KEY", value) if value is not None else environment.delenv(
+        "LIVERY_MARKET_API_KEY"
+    )
+    with pytest.raises(UserError, match="LIVERY_MARKET_API_KEY: is not set"):
+        read_settings()
+
+
+def test_a_box_of_ones_own_needs_an_address_and_a_key_file_and_no_market_key(environment: pytest.MonkeyPatch) -> None:
+    environment.delenv("LIVERY_MARKET_API_KEY")
+    environment.setenv("LIVERY_MARKET", "ssh_host")
+    environment.setenv("LIVERY_SSH_KEY_PATH", "")
+    with pytest.raises(UserError) as caught:
+        read_settings()
+    assert "LIVERY_SSH_HOST: is not set" in str(caught.value)
+    assert "LIVERY_SSH_KEY_PATH: is not set" in str(caught.value)
+    environment.setenv("LIVERY_SSH_HOST", "gpu.example.com")
+    environment.setenv("LIVERY_SSH_KEY_PATH", "~/.ssh/id_ed25519")
+    assert read_settings().ssh_port == 22

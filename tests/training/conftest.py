@@ -69,11 +69,13 @@ class Box:
         """The runner in this process, which spares the seconds that torch's import takes."""
         from training.runner import main
 
-        handler, environment = signal.getsignal(signal.SIGTERM), dict(os.environ)
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+        environment = dict(os.environ)
         try:
             return main(["--assignment", str(self.assignment)])
         finally:
-            signal.signal(signal.SIGTERM, handler)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
             os.environ.clear()
             os.environ.update(environment)
 

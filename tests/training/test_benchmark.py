@@ -57,6 +57,14 @@ def test_without_a_card_real_shapes_are_refused(capsys: pytest.CaptureFixture[st
     assert "no CUDA card here" in capsys.readouterr().err
 
 
+def test_a_recipe_that_cannot_be_used_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from training.benchmark import main
+
+    assert main(["cascade", "--recipe", str(tmp_path / "none.yaml")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "none.yaml: cannot be read" in line
+
+
 def test_a_computation_that_is_not_there_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     from training.benchmark import main
 

@@ -8,6 +8,7 @@ import pytest
 
 from tests.training.conftest import Box, Cascade, recipe_of, seven_phases
 from training.contract import layout
+from training.contract.layout import PROBE
 from training.contract.manifest import REQUIRED_FILES, Manifest, Parent
 from training.contract.recipe import Recipe
 
@@ -93,10 +94,18 @@ def test_every_stage_of_the_guard_spoke_in_every_phase(cascade: Cascade) -> None
         assert "packing" in stages[name]
 
 
+def test_the_exported_adapter_is_held_against_the_probe_that_its_last_manifest_carries(cascade: Cascade) -> None:
+    """A box that comes later has the manifest alone, and must serve the same answers."""
+    assert PROBE in last(cascade, "grpo").files and PROBE not in last(cascade, "kto").files
+    (served,) = (guard for guard in cascade.box.of("guard") if guard.stage == "serve")
+    assert served.groups["from_adapter"] < 0.25 * served.groups["from_base"]
+    assert cascade.store.size(layout.adapter("cascade") + PROBE)
+
+
 @pytest.mark.parametrize("phase", ["dpo", "kto", "grpo"])
 def test_a_checkpoint_holds_what_a_resume_needs_and_no_ballast(cascade: Cascade, phase: str) -> None:
     """No `ref/` above all, not even where GRPO's KL term has a reference adapter beside the trained one: it would be uploaded each time."""
-    assert set(last(cascade, phase).files) == set(REQUIRED_FILES)
+    assert set(last(cascade, phase).files) - {PROBE} == set(REQUIRED_FILES)
 
 
 def test_an_unknown_way_of_generating_cannot_be_asked_for(cascade: Cascade) -> None:

@@ -106,6 +106,18 @@ def test_an_unfinished_phase_keeps_its_last_two(tmp_path: Path) -> None:
     assert steps(store, "two", "cpt") == [4, 6]
 
 
+def test_what_was_begun_from_an_older_end_of_the_phase_before_never_pushes_a_new_checkpoint_out(tmp_path: Path) -> None:
+    """The phase before had to be trained again: the old, finished checkpoint of this one lies at a later step than the new ones."""
+    uploader, _, store = uploader_of(tmp_path, {}, "again")
+    for step, sha256 in ((10, "a"), (2, "b"), (4, "b")):
+        parent = Parent(key=layout.manifest("again", "cpt", 9), sha256=sha256 * 64)
+        begun = manifest("again", "sft", step).model_copy(update={"parent": parent})
+        uploader.stage(checkpoint(tmp_path / "sft", step), NAMES, begun)
+        wait(uploader)
+    uploader.close()
+    assert steps(store, "again", "sft") == [2, 4]
+
+
 def test_a_last_checkpoint_that_cannot_be_uploaded_is_given_up_and_blamed_on_the_box(
     tmp_path: Path, s3_here: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -181,6 +181,14 @@ def test_a_source_that_is_not_one_table_is_told_in_one_sentence(
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
+def test_a_place_that_cannot_be_written_is_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = parquet(Dataset.from_list(ROWS["cpt"]), folder)
+    assert main(["convert", str(source), str(tmp_path / "nowhere" / "out.jsonl")]) == 2
+    assert "nowhere/out.jsonl" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_a_missing_library_is_named_with_the_extra_that_brings_it(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -139,6 +139,23 @@ def test_each_bad_row_is_a_line_and_the_exit_code_is_one(
     assert [line[:30] for line in errors] == [f"error: cpt: mine.jsonl: line {n}"[:30] for n in (1, 3)]
 
 
+def test_a_dataset_that_is_wrong_in_every_line_does_not_fill_the_screen(
+    tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"text": ""}\n' * 500)
+    assert main(["check", str(path), "--kind", "cpt", "--tokenizer", str(tiny / "model")]) == 1
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 101 and errors[-1] == "error: and 400 more; --json holds them all"
+
+
+def test_a_preview_of_no_rows_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for rows in ("0", "-1", "x"):
+        with pytest.raises(SystemExit):
+            main(["preview", "x", "--kind", "cpt", "--tokenizer", ".", "--rows", rows])
+        assert f"seen {rows}, want a number from 1" in capsys.readouterr().err
+
+
 def test_a_recipe_is_checked_phase_by_phase_as_json(
     tmp_path: Path, tiny: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +177,9 @@ def test_a_recipe_is_checked_phase_by_phase_as_json(
         (["preview", "GOOD", "--kind", "cpt", "--tokenizer", "nowhere"], "nowhere is no folder"),
         (["check", "GOOD", "--kind", "cpt", "--tokenizer", "nowhere"], "nowhere is no folder"),
         (["check", "GOOD", "--kind", "cpt", "--tokenizer", "."], "holds no tokenizer that loads"),
+        (["check", "GOOD", "--kind", "cpt", "--tokenizer", ".", "--max-length", "3"], "--max-length: seen 3"),
+        (["check", ".", "--kind", "cpt", "--tokenizer", "."], "is a folder; want JSON lines"),
+        (["check", "BINARY.yaml", "--tokenizer", "."], "BINARY.yaml: is not UTF-8 at byte 0"),
         (["preview", __file__, "--kind", "cpt", "--tokenizer", "."], "test_data_check.py: line 1: not JSON"),
     ],
 )
@@ -172,6 +192,7 @@ def test_a_wrong_command_is_told_in_one_sentence(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "GOOD").write_text('{"text": "a"}\n')
+    (tmp_path / "BINARY.yaml").write_bytes(b"\xff")
     assert main(arguments) in (1, 2)
     error = capsys.readouterr().err
     assert words in error and error.count("\n") == 1

@@ -23,6 +23,8 @@ from training import experts, liveness
 from training import tiny as tiny_world
 from training.contract.families import FAMILIES
 from training.liveness import Guard, LivenessError, static
+from training.liveness.rollouts import base_weight
+from training.liveness.static import lora_layers
 from training.model import attach, load_base, lora_tensors
 
 RECIPE = recipe_of("tiny-moe")
@@ -465,6 +467,19 @@ def test_experts_that_rollouts_go_round_are_named(trained: Any) -> None:
         trained.generate(input_ids=IDS, max_new_tokens=2, do_sample=False, pad_token_id=0)
     assert (caught.value.stage, caught.value.tensor) == ("rollout", name)
     assert "test_liveness.bypass" in str(caught.value.cause)
+
+
+def test_drift_of_any_one_adapted_weight_is_seen_not_only_of_the_first_and_last(trained: Any) -> None:
+    before = liveness.base_sums(trained)
+    name, module = lora_layers(trained)[len(before) // 2]
+    weight = base_weight(module)
+    kept = weight.flatten()[0].clone()
+    weight.flatten()[0] += 1.0
+    with pytest.raises(LivenessError, match="no longer what it was") as caught:
+        liveness.require_base_unchanged(trained, before, "end")
+    assert caught.value.tensor == name
+    weight.flatten()[0] = kept
+    liveness.require_base_unchanged(trained, before, "end")
 
 
 def test_a_merge_in_place_rounds_the_base_away_and_is_seen(trained: Any) -> None:

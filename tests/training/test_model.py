@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tests.training.conftest import recipe_of
 from training.contract.families import FAMILIES
 from training.contract.recipe import Adapters, Recipe
-from training.errors import LivenessError
+from training.errors import LivenessError, ModelError, NoCardError
 from training.model import all_lora_tensors, attach, load_base, lora_config, lora_tensors, require_groups
 
 RECIPE = recipe_of("tiny-moe")
@@ -179,6 +180,17 @@ def test_a_model_of_another_family_is_refused_before_it_is_loaded(tiny: Path) ->
     assert caught.value.stage == "load"
 
 
+def test_a_model_whose_files_are_torn_is_named_and_no_other_box_is_tried(tiny: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny / "model", model)
+    (model / "model.safetensors").write_bytes((tiny / "model" / "model.safetensors").read_bytes()[:100_000])
+    with pytest.raises(ModelError, match="model: a weights file is torn"):
+        load_base(model, RECIPE)
+    (model / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"model/config\.json: not a model's"):
+        load_base(model, RECIPE)
+
+
 def on_meta(recipe: Recipe, **numbers: Any) -> Any:
     """The real model's shape with adapters, without a byte of it."""
     with torch.device("meta"):
@@ -241,3 +253,10 @@ def test_one_tensor_that_differs_from_the_recipe_is_named(base: Any, wrong: Any,
         require_groups(model, RECIPE)
     assert reason in str(caught.value)
     assert (caught.value.stage, caught.value.group, caught.value.tensor) == ("attach", GATE_UP, f"{name}.lora_B")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a card is here")
+def test_a_recipe_for_a_card_says_so_where_there_is_none(tiny: Path) -> None:
+    box = {**RECIPE.model_dump(mode="json")["box"], "tier": "h200", "device": "cuda"}
+    with pytest.raises(NoCardError, match=r"box.device: seen no card .* recipe wants cuda"):
+        load_base(tiny / "model", recipe_of("tiny-moe", box=box))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from training.box.store import StoreDenied, StoreError, StoreUnreachable
 # Weights in formats that are not loaded, and other people's conversions.
 IGNORED = ("*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*", "*.md", ".gitattributes")
 Progress = Callable[[int, int], None]
+_PROBE_PARTS = 4
 
 
 def settings(attempt: int) -> dict[str, str]:
@@ -58,6 +61,48 @@ def download_model(source: str, folder: Path, progress: Progress, attempt: int) 
     known = {f"model/{file.rfilename}": _verified(folder / file.rfilename, file) for file in files}
     progress(total, total)
     return known
+
+
+def measure_down(source: str, size: int, seconds: float) -> float:
+    """Mbps from the hub's own servers: ranges of the model's largest file, four at a time, until `size` bytes have come or `seconds` are over.
+
+    StoreDenied for a name, commit or token that is wrong, StoreUnreachable if the hub does not answer.
+    """
+    os.environ.update(settings(1))
+    from huggingface_hub import HfApi, hf_hub_url
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    name, _, commit = source.removeprefix("hub:").partition("@")
+    count, lock = [0], threading.Lock()
+    try:
+        info = HfApi().model_info(name, revision=commit, files_metadata=True)
+        largest = max(info.siblings or [], key=lambda file: file.size or 0)
+        url, length = hf_hub_url(name, largest.rfilename, revision=commit), largest.size or 0
+        part = max(1, min(size, length) // _PROBE_PARTS)
+        began = time.monotonic()
+
+        def fetch(number: int) -> None:
+            headers = {**build_hf_headers(), "Range": f"bytes={number * part}-{(number + 1) * part - 1}"}
+            with get_session().stream("GET", url, headers=headers, follow_redirects=True, timeout=seconds) as reply:
+                hf_raise_for_status(reply)
+                came = 0
+                for chunk in reply.iter_raw(1 << 18):
+                    came += len(chunk)
+                    with lock:
+                        count[0] += len(chunk)
+                    if came >= part or time.monotonic() - began > seconds:
+                        return
+
+        with ThreadPoolExecutor(_PROBE_PARTS) as pool:
+            list(pool.map(fetch, range(_PROBE_PARTS)))
+        return count[0] * 8 / 1e6 / (time.monotonic() - began)
+    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise StoreDenied(
+            f"hub {name}@{commit[:12]}: {type(error).__name__}: check the name, the commit and HF_TOKEN"
+        ) from None
+    except Exception as error:  # noqa: BLE001 - the HTTP client below the hub's library has its own errors; each of them means no answer
+        raise StoreUnreachable(f"hub {name}@{commit[:12]}: {type(error).__name__}") from None
 
 
 def _verified(path: Path, file: Any) -> dict[str, Any]:

@@ -1,9 +1,10 @@
 """The import probe and stage B of preflight, in the environment that will train.
 
-    python -m training.box.probe --assignment FILE --nonce N [--constraints FILE]
+    python -m training.box.probe --assignment FILE --nonce N [--constraints FILE] [--seconds S]
 
 Prints two JSON lines, the CheckReports `probe` and `b`. Exit codes of installers are not believed: what counts is that this very
-interpreter imports the pinned packages, that nothing which patches them is there, and that the device computes what it should.
+interpreter imports the pinned packages, that nothing which patches them is there, and that the device computes what it should. Stage B ends
+within the given seconds: what did not fit is unknown.
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Literal
 
 from training.box import preflight
 from training.contract import layout
 from training.contract.checks import Check, CheckReport
+from training.contract.families import FAMILIES
+from training.contract.flops import predicted_tokens_s
 from training.contract.recipe import Assignment, Recipe
+from training.contract.shapes import ModelShape, ShapeError, read_shape, shape_of
 
 BASE = ("pydantic", "boto3", "huggingface_hub")
 HEAVY = ("torch", "transformers", "peft", "trl")
@@ -33,6 +40,9 @@ VERSIONS_ONLY = ("datasets", "accelerate", "safetensors")
 FORBIDDEN = ("unsloth", "unsloth_zoo", "axolotl", "liger_kernel")
 # Below these relative errors of bf16 (8 bits of mantissa) and fp32 products of this size are rounding, above them they are wrong.
 TOLERANCE = {"bfloat16": 2e-2, "float32": 1e-4}
+_CONFIGURATIONS = 2
+_DEVICE_S = 100.0
+_MOST_TOKENS = 8192  # of the layer that is timed: as many as kernels.dispatch takes
 
 
 def main(argv: list[str]) -> int:
@@ -40,17 +50,20 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--assignment", type=Path, required=True)
     parser.add_argument("--nonce", required=True)
     parser.add_argument("--constraints", type=Path, default=Path.home() / layout.BOX_HOME / "constraints.txt")
+    parser.add_argument("--seconds", type=float, default=_DEVICE_S, help="for stage B")
     options = parser.parse_args(argv)
     recipe = Assignment.model_validate_json(options.assignment.read_bytes()).recipe
     imports = probe_imports(recipe, options.constraints, options.nonce)
     print(imports.model_dump_json(), flush=True)
     if imports.ok:
-        device = probe_device(recipe, options.nonce)
-        print(device.model_dump_json(), flush=True)
+        home = options.assignment.expanduser().parent
+        device = probe_device(recipe, options.nonce, seconds=options.seconds, shape=box_shape(recipe, home))
         # The trainer holds its own speed against what this card reached here.
-        (options.assignment.expanduser().parent / Path(layout.BOX_DEVICE_FACTS).name).write_text(
-            json.dumps(device.facts)
-        )
+        (home / Path(layout.BOX_DEVICE_FACTS).name).write_text(json.dumps(device.facts))
+        print(device.model_dump_json(), flush=True)
+        if any(check.verdict == "unknown" for check in device.checks):
+            # A check that was left behind may still hold the device, and would be waited for.
+            os._exit(0)
     return 0
 
 
@@ -69,17 +82,54 @@ def probe_imports(recipe: Recipe, constraints: Path, nonce: str) -> CheckReport:
     return CheckReport(stage="probe", nonce=nonce, checks=tuple(checks), facts=facts)
 
 
-def probe_device(recipe: Recipe, nonce: str) -> CheckReport:
+def box_shape(recipe: Recipe, home: Path) -> ModelShape:
+    """The model's shape by its config.json, if the prefetch has brought it by now; else by family and size."""
+    try:
+        return read_shape((home / Path(layout.BOX_MODEL).name / "config.json").read_bytes())
+    except (OSError, ShapeError):
+        return shape_of(recipe.model)
+
+
+def probe_device(
+    recipe: Recipe, nonce: str, *, seconds: float = _DEVICE_S, shape: ModelShape | None = None
+) -> CheckReport:
     """Compute something small on the recipe's device and compare it with the plain way. `none` computes nothing, so has no checks."""
-    began = time.monotonic()
+    limited = Limited(seconds)
     facts: dict[str, str] = {}
     checks: list[Check] = []
     if recipe.box.device == "cuda":
-        checks = list(_cuda(recipe, facts))
+        checks = list(_cuda(recipe, shape or shape_of(recipe.model), facts, limited))
     elif recipe.box.device == "cpu":
-        checks = [_guarded("grouped_mm", lambda: _grouped("cpu", "float32", facts))]
-    facts["seconds"] = f"{time.monotonic() - began:.2f}"
-    return CheckReport(stage="b", nonce=nonce, checks=tuple(checks), facts=facts)
+        checks = [limited.check("grouped_mm", lambda: _grouped("cpu", "float32", facts))]
+    facts["seconds"] = f"{limited.spent_s:.2f}"
+    # A check that was left behind may still write its facts.
+    return CheckReport(stage="b", nonce=nonce, checks=tuple(checks), facts=dict(facts))
+
+
+class Limited:
+    """Checks within a number of seconds together. One that is not done by then is left behind in its thread, and the rest are not begun."""
+
+    def __init__(self, seconds: float) -> None:
+        self._began = time.monotonic()
+        self._until = self._began + seconds
+        self._stuck = ""
+
+    @property
+    def spent_s(self) -> float:
+        return time.monotonic() - self._began
+
+    def check(self, name: str, look: Callable[[], Check]) -> Check:
+        left = self._until - time.monotonic()
+        answer: list[Check] = []
+        if self._stuck or left <= 0:
+            return _unknown(name, f"not looked at, {self._stuck or 'the time for checks'} was used up")
+        thread = threading.Thread(target=lambda: answer.append(_guarded(name, look)), daemon=True)
+        thread.start()
+        thread.join(left)
+        if not answer:
+            self._stuck = f"{name} had not ended when the time"
+            return _unknown(name, f"not done in the {left:.0f} s that were left")
+        return answer[0]
 
 
 def read_pins(constraints: Path) -> dict[str, str]:
@@ -153,18 +203,23 @@ def _our_kernels() -> Check:
     )
 
 
-def _cuda(recipe: Recipe, facts: dict[str, str]) -> Iterator[Check]:
-    version, code, library = preflight.ask_cuda()
-    driver = preflight.read_driver_facts("cuda").get("driver_version")
-    facts.update(cuda_driver=str(version), driver_version=str(driver), libcuda=library)
-    answer = preflight.cuda_init_check(code, library, driver, recipe.box.min_driver)
+def _cuda(recipe: Recipe, shape: ModelShape, facts: dict[str, str], limited: Limited) -> Iterator[Check]:
+    seen = preflight.read_driver_facts("cuda")
+    code, library, driver = seen["cuda_init"], seen["libcuda"], seen.get("driver_version")
+    facts.update(cuda_driver=str(seen["cuda_driver"]), driver_version=str(driver), libcuda=library)
+    answer = preflight.cuda_init_check(code, library, driver, recipe.box.min_driver, seen.get("host_cuda"))
     yield Check.model_validate(answer)
     if answer["verdict"] == "fail":
         return
-    yield _guarded("matmul", lambda: _matmul(facts))
-    yield _guarded("grouped_mm", lambda: _grouped("cuda", "bfloat16", facts))
-    yield _guarded("no_host_sync", lambda: _no_host_sync(recipe))
-    yield _guarded("gpu_free", lambda: _gpu_free(facts))
+    # Dear ones last: kernels are compiled for the first time here, and what does not fit into the time is unknown.
+    yield limited.check("matmul", lambda: _matmul(facts))
+    yield limited.check("gpu_free", lambda: _gpu_free(facts))
+    yield limited.check("grouped_mm", lambda: _grouped("cuda", "bfloat16", facts))
+    if "routed_experts" in recipe.adapters.groups and recipe.model.dtype == "bfloat16":
+        yield limited.check("experts_path", lambda: _experts_path(recipe, shape, facts))
+    if FAMILIES[recipe.model.family].packing == "gated_delta_net":
+        yield limited.check("gated_delta_rule", lambda: _gated_delta(recipe))
+    predict(recipe, shape, facts)
 
 
 def _guarded(name: str, check: Callable[[], Check]) -> Check:
@@ -174,6 +229,12 @@ def _guarded(name: str, check: Callable[[], Check]) -> Check:
         seen = f"{type(error).__name__}: {error}"[:300]
         purpose = "a training step is made of this"
         return Check(id=name, verdict="fail", actual=seen, required="runs", purpose=purpose, remedy="next offer")
+
+
+def _unknown(name: str, seen: str) -> Check:
+    return Check(
+        id=name, verdict="unknown", actual=seen, required="an answer", purpose="a training step is made of this"
+    )
 
 
 def _matmul(facts: dict[str, str]) -> Check:
@@ -215,36 +276,135 @@ def _grouped(device: str, dtype_name: str, facts: dict[str, str]) -> Check:
     return forward if forward.verdict == "fail" else _close("grouped_mm", grad.double(), grad_loop, dtype_name)
 
 
-def _no_host_sync(recipe: Recipe) -> Check:
-    """Does torch's grouped product wait for the device? Where it does (sm_120), it is a loop over the experts, and slow in silence.
+def _experts_path(recipe: Recipe, shape: ModelShape, facts: dict[str, str], device: str = "cuda") -> Check:
+    """One layer of routed experts with LoRA at the recipe's own shapes: which computation gives right results on this card, and how fast it is.
 
-    The card is not at fault, and every card of its kind is alike: the recipe has to say that this is wanted.
+    Where the fast ways fail or wait for the host, every card of the kind is alike: the recipe has to say that the slow one is wanted.
     """
     import torch
 
-    x = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16)
-    w = torch.randn(2, 64, 64, device="cuda", dtype=torch.bfloat16)
-    ends = torch.tensor([100, 256], device="cuda", dtype=torch.int32)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        torch.nn.functional.grouped_mm(x, w, offs=ends)
-        waits = False
-    except RuntimeError as error:
-        if "synchroniz" not in str(error).lower():
-            raise
-        waits = True
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    allowed = "slow_experts" in recipe.allow
+    from kernels import dispatch
+
+    phase = recipe.phases[0]
+    sizes = (shape.hidden, shape.intermediate, shape.experts, shape.experts_per_token, recipe.adapters.rank)
+    tokens = min(phase.batch_size * phase.max_length, _MOST_TOKENS)
+    choice = dispatch.choose(dispatch.Shapes(*sizes, tokens), torch.device(device))
+    taken = next((trial for trial in choice.trials if trial.path == choice.path), None)
+    facts["experts_path"] = choice.path
+    if taken is not None and taken.milliseconds is not None:
+        facts.update(experts_layer_ms=f"{taken.milliseconds:.3f}", experts_tokens=str(tokens))
+    return experts_path_check(choice.path, choice.slow, choice.reason, allowed="slow_experts" in recipe.allow)
+
+
+def experts_path_check(path: str, slow: bool, reason: str, *, allowed: bool) -> Check:
+    fails = slow and not allowed
     return Check(
-        id="no_host_sync",
-        verdict="fail" if waits and not allowed else "pass",
-        actual=("waits, allowed by the recipe" if allowed else "waits") if waits else "none",
-        required="none",
-        purpose="a wait for the device in each layer costs more than the product itself",
-        remedy="write `allow: [slow_experts]` into the recipe, or take tier h200 or b200" if waits else "",
+        id="experts_path",
+        verdict="fail" if fails else "pass",
+        actual=f"{path}: {reason}"[:300],
+        required="any right path" if allowed else "a fast path",
+        purpose="the routed experts are most of a step, and a wait for the host in each layer costs more than their product",
+        remedy="write `allow: [slow_experts]` into the recipe, or take another box.tier" if fails else "",
         blame="user",
     )
+
+
+def _gated_delta(recipe: Recipe) -> Check:
+    """The gated delta net's fast rule, forward and backward on this card, beside transformers' own."""
+    try:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    except ImportError as error:
+        allowed = "slow_experts" in recipe.allow
+        seen = f"not importable ({error}), plain torch instead"
+        remedy = "" if allowed else "install the extra `cuda`, or write `allow: [slow_experts]` into the recipe"
+        return _rule_check("pass" if allowed else "fail", seen, remedy)
+    with few_configurations():
+        check = gated_delta_check(chunk_gated_delta_rule, "cuda")
+    # The few may have been those that do not fit this card.
+    return check if check.verdict == "pass" else gated_delta_check(chunk_gated_delta_rule, "cuda")
+
+
+@contextmanager
+def few_configurations() -> Iterator[None]:
+    """Of each tuned kernel only the first configurations: tuning all of the rule's kernels takes a minute and a half on a cold cache, and here
+    their results count, not their speed. Triton keeps what it finds under the configurations tried, so a trainer still tunes for itself."""
+    from triton.runtime.autotuner import Autotuner
+
+    prune = Autotuner.prune_configs
+    Autotuner.prune_configs = lambda self, kwargs: prune(self, kwargs)[:_CONFIGURATIONS]
+    try:
+        yield
+    finally:
+        Autotuner.prune_configs = prune
+
+
+def gated_delta_check(rule: Callable[..., Any], device: str) -> Check:
+    """Output and five gradients of `rule` against transformers' plain one in float32, at the model's head sizes.
+
+    The library refuses this backward on Hopper with Triton 3.4 to 3.7.0, whose code for one of its kernels is wrong: asked for at the first
+    training step, that would come after the download.
+    """
+    import torch
+    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import torch_chunk_gated_delta_rule
+
+    torch.manual_seed(0)
+    B, T, K, V, D = 1, 128, 2, 4, 128
+    dtype = torch.bfloat16
+    sizes = {"query": (B, T, K, D), "key": (B, T, K, D), "value": (B, T, V, D)}
+    given = {name: torch.randn(size, device=device, dtype=dtype) for name, size in sizes.items()}
+    given["g"] = -torch.rand(B, T, V, device=device)
+    given["beta"] = torch.rand(B, T, V, device=device, dtype=dtype)
+    try:
+        seen = _rule_results(rule, given)
+    except Exception as error:  # noqa: BLE001 - a kernel that this card or this Triton cannot take says so in errors of many kinds
+        return _rule_check("fail", f"{type(error).__name__}: {str(error).strip()}"[:300], _rule_remedy(str(error)))
+    wanted = _rule_results(torch_chunk_gated_delta_rule, {name: each.float() for name, each in given.items()})
+    worst = max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(seen, wanted, strict=True))
+    good = worst <= TOLERANCE["bfloat16"]
+    return _rule_check("pass" if good else "fail", f"{worst:.1e} relative error", "" if good else _rule_remedy(""))
+
+
+def _rule_results(rule: Callable[..., Any], given: dict[str, Any]) -> tuple[Any, ...]:
+    import torch
+
+    leaves = {name: each.detach().requires_grad_() for name, each in given.items()}
+    q, k, v = (leaves[name] for name in ("query", "key", "value"))
+    out = rule(q, k, v, g=leaves["g"], beta=leaves["beta"], use_qk_l2norm_in_kernel=True)[0]
+    return out.detach(), *torch.autograd.grad(out.float().square().sum(), list(leaves.values()))
+
+
+def _rule_remedy(said: str) -> str:
+    found = _version("triton") or "none"
+    if "640" in said or "incorrect results" in said:
+        return f"Triton is {found}; want 3.7.1 or later (constraints.txt), whose code for Hopper is right again"
+    return f"the versions of Triton ({found}) and flash-linear-attention must be those of constraints.txt"
+
+
+def _rule_check(verdict: Literal["pass", "fail"], actual: str, remedy: str) -> Check:
+    return Check(
+        id="gated_delta_rule",
+        verdict=verdict,
+        actual=actual,
+        required=f"≤ {TOLERANCE['bfloat16']:g} relative error, forward and backward",
+        purpose="three of four layers are made of it",
+        remedy=remedy,
+        blame="us",  # another card of the kind would do the same
+    )
+
+
+def predict(recipe: Recipe, shape: ModelShape, facts: dict[str, str]) -> None:
+    """Add `predicted_tokens_s`, worked out of what was measured here; nothing where a part of it was not."""
+    if not {"matmul_tflops", "experts_layer_ms", "experts_tokens"} <= set(facts):
+        return
+    tokens_s = predicted_tokens_s(
+        shape,
+        recipe.adapters,
+        recipe.phases[0].max_length,
+        layer_s=float(facts["experts_layer_ms"]) / 1e3,
+        layer_tokens=int(facts["experts_tokens"]),
+        matmul_tflops=float(facts["matmul_tflops"]),
+    )
+    facts["predicted_tokens_s"] = f"{tokens_s:.0f}"
 
 
 def _gpu_free(facts: dict[str, str]) -> Check:

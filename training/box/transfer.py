@@ -179,7 +179,8 @@ def read_local_manifest(directory: Path) -> Manifest:
 
 
 def probe_links(assignment: Assignment, store: Store, *, nonce: str, size: int, seconds: float) -> CheckReport:
-    """Up and down against the real bucket with the production code: incompressible bytes, bounded by `seconds` each way, deleted after."""
+    """Up and down against the real bucket with the production code: incompressible bytes, bounded by `seconds` each way, deleted after. A
+    model that comes from the hub is measured from there as well."""
     box, prefix = assignment.recipe.box, f"{layout.run(assignment.run)}/_probe/{nonce}/"
     try:
         up, keys = _measure_up(store, prefix, size, seconds)
@@ -200,7 +201,9 @@ def probe_links(assignment: Assignment, store: Store, *, nonce: str, size: int, 
             required=f"± {box.max_clock_skew_s:g}",
             unit="s",
             purpose="the bucket refuses requests signed with a wrong time",
+            remedy="" if clock_good else "next offer",
         ),
+        *_hub_checks(assignment.recipe, size, seconds),
     )
     return CheckReport(
         stage="a", nonce=nonce, checks=checks, facts={"uplink_mbps": f"{up:.1f}", "downlink_mbps": f"{down:.1f}"}
@@ -597,6 +600,24 @@ def _measure_down(store: Store, keys: list[str], seconds: float) -> float:
     with ThreadPoolExecutor(_WORKERS[0]) as pool:
         list(pool.map(fetch, keys))
     return count[0] * 8 / 1e6 / (time.monotonic() - began)
+
+
+def _hub_checks(recipe: Recipe, size: int, seconds: float) -> list[Check]:
+    """The downlink from the hub, if the model comes from there. A hub that does not answer is unknown: it may be the hub's trouble."""
+    if not recipe.model.source.startswith("hub:"):
+        return []
+    from training.box.hub import measure_down
+
+    purpose, floor = "the model comes this way", recipe.box.min_inet_down_mbps
+    try:
+        return [_rate_check("hub_mbps", measure_down(recipe.model.source, size, seconds), floor, purpose)]
+    except StoreDenied as error:
+        seen, verdict, blame = str(error), "fail", "user"
+    except StoreUnreachable as error:
+        seen, verdict, blame = str(error), "unknown", "host"
+    remedy = "mend model.source, or HF_TOKEN in the settings" if verdict == "fail" else ""
+    found = {"verdict": verdict, "actual": seen, "required": f"≥ {floor:g} Mbps", "blame": blame, "remedy": remedy}
+    return [Check.model_validate({"id": "hub_mbps", "purpose": purpose, **found})]
 
 
 def _rate_check(name: str, seen: float, floor: float, purpose: str) -> Check:

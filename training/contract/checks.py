@@ -19,7 +19,8 @@ class Check(Frozen):
     purpose: str
     remedy: str = ""
     blame: Literal["host", "image", "us", "user"] = "host"
-    """host: remember the machine and try the next offer; image/us/user: another box would fail alike."""
+    """host: remember the machine and try the next offer; image: believed when a second box says the same; us/user: another box would fail
+    alike."""
 
     @property
     def sentence(self) -> str:

@@ -9,13 +9,13 @@ there does not count. No clock decides.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from pydantic import Field, ValidationError
 
 from training.contract import layout
-from training.contract.manifest import ManifestError, parse_manifest
+from training.contract.manifest import Manifest, ManifestError, Parent, parse_manifest
 from training.contract.model import Frozen, explain
 
 
@@ -67,6 +67,22 @@ def newest_claim(bucket: Bucket, run: str) -> Claim | None:
     if text is None:
         raise ClaimError(f"{max(keys)}: was listed and is gone; is another process deleting in runs/{run}/?")
     return parse_claim(text, max(keys))
+
+
+def newest_manifests(bucket: Bucket, run: str, phases: Sequence[str]) -> Iterator[tuple[str, Manifest]]:
+    """(key, manifest) of the newest one that counts of each phase, as far as each begins from the one before it: a run's progress. ClaimError and
+    ManifestError name what cannot be read."""
+    parent: Parent | None = None
+    for phase in phases:
+        newest = newest_manifest(bucket, run, phase)
+        if newest is None:
+            return
+        key, text = newest
+        manifest = parse_manifest(text, key)
+        if manifest.parent != parent:
+            return  # the phase before was trained again, so this one will be, too
+        yield key, manifest
+        parent = Parent(key=key, sha256=hashlib.sha256(text).hexdigest())
 
 
 def newest_manifest(bucket: Bucket, run: str, phase: str) -> tuple[str, bytes] | None:

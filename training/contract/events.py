@@ -114,7 +114,7 @@ class Guard(_Event):
     phase: str
     step: int
     stage: str
-    """Where it was made: versions, load, attach, static, canary, step1, step2, running, rollout, reference, checkpoint, restore, end …"""
+    """Where it was made: a stage of training.errors.Stage, or `packing`."""
     groups: dict[str, float] = {}
     """Per group what the stage measured: gradient norm, loss moved by noise, change."""
 
@@ -176,6 +176,8 @@ class Notice(_Event):
     phase: str | None = None
     what: str
     reason: str
+    routine: bool = False
+    """Worth a line and no worry."""
 
 
 class Evaluated(_Event):
@@ -247,7 +249,8 @@ class EventLog:
         path.parent.mkdir(parents=True, exist_ok=True)
 
     def emit(self, event: Event) -> None:
-        """Stamp `seq` and `t` and append. OSError if the disk is full: an event that cannot be written is an error, not a loss."""
+        """Stamp `seq` and `t` and append. OSError if the disk is full: an event that cannot be written is an error, not a loss. EventError if the
+        file's last line is no event: then it is not ours to write into."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -271,7 +274,7 @@ def _last_whole_line(descriptor: int) -> tuple[int, int]:
         end = tail.rfind(b"\n") + 1
         begin = tail.rfind(b"\n", 0, max(0, end - 1)) + 1
         if end and (begin or not first):
-            return int(json.loads(tail[begin:end])["seq"]), first + end
+            return parse_event(tail[begin:end]).seq, first + end
         if not first:
             return 0, 0
         window *= 16

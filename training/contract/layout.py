@@ -53,6 +53,11 @@ def blob(name: str, sha256: str) -> str:
     return f"runs/{name}/blobs/{sha256}"
 
 
+def pace(tier: str, digest: str) -> str:
+    """Seconds a step as the newest run measured them on this tier, under the digest of all that decides them."""
+    return f"paces/{tier}/{digest}.json"
+
+
 def phase_manifests(name: str, phase: str) -> str:
     return f"runs/{name}/manifests/{phase}/"
 

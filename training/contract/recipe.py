@@ -183,8 +183,8 @@ class Box(Frozen):
     """0.99 excludes nearly the whole cheap tier."""
     min_cuda: float = Field(13.0, ge=0)
     min_driver: str = "580.65.06"
-    countries: tuple[str, ...] = ()
-    """Two-letter codes; empty = anywhere. Advertised bandwidth is local: tie this to the bucket's region."""
+    countries: tuple[str, ...] | None = None
+    """Two-letter codes. Left out = near the bucket's region, since advertised bandwidth is local; [] = anywhere."""
     min_pids: int = Field(4096, ge=0)
     """Containers with pids.max of 1024 break the downloader and OpenMP."""
     min_host_memory_gb: float = Field(96, ge=0)
@@ -196,8 +196,8 @@ class Box(Frozen):
 
     @field_validator("countries")
     @classmethod
-    def _countries(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for code in value:
+    def _countries(cls, value: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        for code in value or ():
             if not re.fullmatch(r"[A-Z]{2}", code):
                 raise ValueError(f"'{code}' is not a two-letter country code such as DE")
         return value
@@ -221,6 +221,11 @@ class Budget(Frozen):
     """No byte moved for this long: the transfer is killed and tried another way."""
     silent_s: int = Field(900, ge=1)
     """No event from the runner, or no end of a step, for this long: the box is lost."""
+
+    @property
+    def last_upload_s(self) -> float:
+        """When a runner is told to stop, for its last checkpoint to become durable; what is not by then stays staged on the box."""
+        return min(60.0, self.upload_s)
 
 
 class Evaluation(Frozen):

@@ -82,7 +82,8 @@ def require_served(probe: Probe, served: Sequence[float]) -> dict[str, float]:
 def require_merged(model: Any, ids: Tensor) -> dict[str, float]:
     """Merge, look, and put back: each adapted weight must change by s·B·A, the answers must stay, and afterwards every bit is as before.
 
-    For a float32 copy on which it may be tried, with room for every adapted weight once more. ValueError for a bfloat16 base, which a merge and
+    For whoever merges this adapter, before they trust the merge: Livery itself exports the adapter alone and never merges. It wants a float32 copy
+    on which it may be tried, with room for every adapted weight once more. ValueError for a bfloat16 base, which a merge and
     its reversal would damage. Returns the norm of the change a group.
     """
     family, layers = family_of(model), lora_layers(model)

@@ -154,7 +154,7 @@ class Guard(TrainerCallback):
     """
 
     last_norms: dict[str, float]
-    """Norm of the newest gradient a group, over lora_A and lora_B, as clipped by the trainer."""
+    """Norm of each group's newest gradient, over its lora_A and lora_B, as clipped by the trainer; empty before the first step."""
 
     def __init__(
         self,

@@ -17,6 +17,7 @@ from transformers import PrinterCallback
 
 from training import experts, liveness, packing
 from training.checkpoint import ADAPTER_FILES
+from training.contract.layout import PROBE
 from training.contract.recipe import GrpoPhase
 from training.contract.rows import Row, read_rows
 from training.data import Prepared
@@ -113,9 +114,13 @@ def _train(desk: Desk, prepare: Prepare, build: Build, packed: bool) -> Path:
     trainer.add_callback(guard)
     merges: Stage = "rollout" if isinstance(desk.phase, GrpoPhase) else "end"
     trainer.add_callback(liveness.SaveGuard(recipe, base, desk.guard, merges=merges))
-    trainer.add_callback(Reporter(desk, start, before, prepared.rows, grad_norms=lambda: guard.last_norms))
+    last = desk.name == recipe.phase_names[-1]
+    write_probe = (lambda directory: _write_probe(trainer, sample, directory)) if last else None
+    trainer.add_callback(
+        Reporter(desk, start, before, prepared.rows, grad_norms=lambda: guard.last_norms, write_probe=write_probe)
+    )
     trainer.train(resume_from_checkpoint=str(desk.resume_dir) if desk.resume_dir else None)
-    return _finish(desk, trainer, start, sample)
+    return _finish(desk, trainer, start)
 
 
 def _require_alive(model: Any, desk: Desk, sample: torch.Tensor) -> tuple[str, ...]:
@@ -144,18 +149,21 @@ def _guard(desk: Desk, trainer: Any, groups: tuple[str, ...]) -> liveness.Guard:
     )
 
 
-def _finish(desk: Desk, trainer: Any, start: Path, sample: torch.Tensor) -> Path:
+def _write_probe(trainer: Any, sample: torch.Tensor, directory: Path) -> None:
+    # Whoever serves the adapter computes without the trainer's autocast.
+    plain = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
+    liveness.write_probe(directory, liveness.probe_of(plain, sample))
+
+
+def _finish(desk: Desk, trainer: Any, start: Path) -> Path:
     step, model = trainer.state.global_step, trainer.model
     losses, metrics = summary(trainer.state.log_history)
     groups = liveness.group_states(model, start)
     liveness.require_static(model, "end")
     directory = desk.output / f"checkpoint-{step}"
-    result = desk.keep_result(directory, ADAPTER_FILES) if directory.exists() else desk.output
+    names = (*ADAPTER_FILES, *([PROBE] if (directory / PROBE).exists() else []))
+    result = desk.keep_result(directory, names) if directory.exists() else desk.output
     desk.ended(step, groups=groups, losses=losses, metrics=metrics)
-    if desk.name == desk.assignment.recipe.phase_names[-1]:
-        # Whoever serves the adapter computes without the trainer's autocast.
-        plain = trainer.accelerator.unwrap_model(model, keep_fp32_wrapper=False)
-        liveness.write_probe(result, liveness.probe_of(plain, sample))
     return result
 
 

@@ -143,8 +143,8 @@ class Desk:
     def guard(self, stage: str, step: int, groups: Mapping[str, float]) -> None:
         self.events.emit(Guard(phase=self.name, step=step, stage=stage, groups=dict(groups)))
 
-    def notice(self, what: str, reason: str) -> None:
-        self.events.emit(Notice(phase=self.name, what=what, reason=reason))
+    def notice(self, what: str, reason: str, *, routine: bool = False) -> None:
+        self.events.emit(Notice(phase=self.name, what=what, reason=reason, routine=routine))
 
     @cached_property
     def _meter(self) -> meter.Meter:
@@ -200,8 +200,9 @@ class Desk:
         groups: Mapping[str, GroupState],
         losses: tuple[float | None, float | None],
         metrics: Mapping[str, float],
+        extra: Sequence[str] = (),
     ) -> None:
-        """Hand a checkpoint directory over to be made durable."""
+        """Hand a checkpoint directory over to be made durable: the required files and the `extra` ones."""
         manifest = Manifest(
             run=self.assignment.run,
             phase=self.name,
@@ -221,7 +222,7 @@ class Desk:
             flow_run_id=self.assignment.flow_run_id,
             attempt=self.assignment.attempt,
         )
-        staged = self.uploader.stage(source, self.identity.required, manifest)
+        staged = self.uploader.stage(source, (*self.identity.required, *extra), manifest)
         self.saved_step, self.final = step, staged.sealed
         self.events.emit(CheckpointSaved(phase=self.name, step=step, bytes=staged.bytes))
 

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from training import liveness
 from training.contract.events import GroupState
+from training.contract.layout import PROBE
 from training.phases.desk import Desk
 
 # |reward| of the very first step of DPO and KTO: policy and reference are the same model, so exactly 0 in float32.
@@ -60,10 +61,11 @@ class Reporter(TrainerCallback):
         rows: int,
         *,
         grad_norms: Callable[[], Mapping[str, float]] = dict,
+        write_probe: Callable[[Path], None] | None = None,
     ) -> None:
-        """`grad_norms` gives the newest norm of each group's gradient."""
+        """`grad_norms` gives the newest norm of each group's gradient; `write_probe` puts a probe beside the last adapter of the run."""
         self._desk, self._start, self._before, self._rows = desk, start, before, rows
-        self._grad_norms = grad_norms
+        self._grad_norms, self._write_probe = grad_norms, write_probe
         self._count = TokenCount()
         self._seconds, self._counted = 0.0, (0, 0)
 
@@ -111,8 +113,12 @@ class Reporter(TrainerCallback):
             moved = liveness.require_changed(dict(self._before), groups, model)
             self._desk.guard("end", state.global_step, moved)
         directory = self._desk.output / f"checkpoint-{state.global_step}"
+        extra = ()
+        if final and self._write_probe is not None:
+            self._write_probe(directory)
+            extra = (PROBE,)
         losses, metrics = summary(state.log_history)
-        self._desk.save(directory, state.global_step, groups=groups, losses=losses, metrics=metrics)
+        self._desk.save(directory, state.global_step, groups=groups, losses=losses, metrics=metrics, extra=extra)
 
     def _stop_if_told(self, state: Any, control: Any) -> None:
         if self._desk.stop.is_set():

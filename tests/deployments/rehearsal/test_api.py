@@ -9,6 +9,7 @@ import pytest
 from deployments.rehearsal import catalogue
 from deployments.rehearsal.api import Api
 from deployments.rehearsal.market import Market
+from tasks.market.limiter import INTERVALS_S
 from tests.deployments.rehearsal.conftest import CHEAPEST, FakeClock, MarketCaller
 
 
@@ -87,6 +88,31 @@ def test_calls_closer_than_the_threshold_are_429_in_plain_text(strict: MarketCal
     assert strict("GET", "/api/v1/instances/").status == 200
 
 
+# Seconds between two calls of one endpoint by one key, from the market's documentation of November 2026.
+DOCUMENTED_S = {
+    ("PUT", "/api/v0/asks/{id}/"): 4.5,
+    ("PUT", "/api/v0/instances/bid_price/{id}/"): 5.5,
+    ("GET", "/api/v0/instances/{id}/"): 2.0,
+    ("GET", "/api/v1/instances/"): 1.0,
+    ("DELETE", "/api/v0/instances/{id}/"): 3.0,
+    ("PUT", "/api/v0/instances/{id}/"): 1.0,
+    ("PUT", "/api/v0/instances/reboot/{id}/"): 1.0,
+    ("PUT", "/api/v0/instances/recycle/{id}/"): 1.0,
+    ("POST", "/api/v0/ssh/"): 1.0,
+    ("DELETE", "/api/v0/instances/{id}/ssh/{key_id}/"): 2.0,
+    ("GET", "/api/v0/charges/"): 1.0,
+}
+
+
+def test_the_limits_are_the_documented_ones_and_our_client_keeps_them(call: MarketCaller) -> None:
+    kept = {(route.method, route.template): route.every_s for route in call.api.routes}
+    assert {endpoint: kept[endpoint] for endpoint in DOCUMENTED_S} == DOCUMENTED_S
+    search = next(route for route in call.api.routes if route.template == "/api/v0/bundles/")
+    assert search.per_minute == 10
+    assert [endpoint for endpoint, every_s in INTERVALS_S.items() if every_s < kept[endpoint]] == []
+    assert INTERVALS_S[("POST", "/api/v0/bundles/")] >= 60 / search.per_minute
+
+
 def test_limits_are_per_method_template_and_key(strict: MarketCaller) -> None:
     strict("GET", "/api/v0/instances/1/")
     assert strict("GET", "/api/v0/instances/2/").status == 429
@@ -132,6 +158,9 @@ def test_pace_scales_the_limits(clock: FakeClock) -> None:
         {"onstart": "x" * 4097},
         {"onstart": "x" * 4000, "args_str": "y" * 97},
         {"env": {"A": "x" * 256}},
+        {"env": {f"-p {port}:{port}": "1" for port in range(65)}},
+        {"env": " ".join(f"-p {port}:{port}" for port in range(65))},
+        {"image": "x" * 1025},
         {"price": 0.0001},
         {"disk": "much"},
     ],
@@ -294,7 +323,7 @@ def test_the_cheapest_rehearsal_offer_comes_first() -> None:
 def test_the_pretend_market_binds_no_other_address() -> None:
     """Every address in the source is loopback, but for the sentence that warns of weed's default."""
     folder = Path(catalogue.__file__).parent
-    for path in folder.glob("*.py"):
+    for path in folder.rglob("*.py"):
         for line in path.read_text().splitlines():
             if "0.0.0.0" in line:
                 assert "HostIp" in line or line.strip().startswith(("#", '"')), f"{path.name}: {line}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deployments.rehearsal.faults import FAULTS, FaultBook, parse, table
+from deployments.rehearsal.faults import FAMILIES, FAULTS, FaultBook, parse, table
 from tests.deployments.rehearsal.conftest import CHEAPEST, PUBLIC_KEY, FakeClock, MarketCaller
 
 
@@ -58,8 +58,12 @@ def test_a_wrong_spec_is_refused_with_what_would_be_right(spec: str, told: str) 
         parse(spec)
 
 
-def test_the_table_names_every_fault() -> None:
-    assert all(name in table() for name in FAULTS)
+def test_the_table_names_every_fault_once_and_fits_a_terminal() -> None:
+    lines = table().splitlines()
+    named = [line.split()[0].partition("=")[0] for line in lines if line.startswith("  ") and line[2] != " "]
+    assert sorted(named) == sorted(FAULTS)
+    assert max(map(len, lines)) <= 120
+    assert {name.partition(".")[0] for name in FAULTS} == set(FAMILIES)
 
 
 def test_every_fault_is_exercised_by_a_test() -> None:
@@ -74,6 +78,24 @@ def test_a_fault_strikes_as_often_as_its_scope_says() -> None:
     book.arm("list.410@machine:7")
     assert [book.take("list.410", m) for m in (6, 7, None, 7)] == [None, True, None, True]
     assert book.rows()[0]["fired"] == 2
+
+
+# Search
+
+
+def test_the_days_search_quota_may_be_used_up_until_midnight(call: MarketCaller, arm: Any) -> None:
+    arm("search.quota@2")
+    for path, body in (("/api/v0/bundles/", {}), ("/api/v0/search/asks/", {"q": {}})):
+        reply = call("POST" if "bundles" in path else "PUT", path, body)
+        assert reply.status == 429 and reply.body["error"] == "search_quota_exceeded"
+        assert reply.headers["X-RateLimit-Reset"].endswith("T00:00:00Z")
+    assert call("POST", "/api/v0/bundles/", {}).status == 200
+
+
+def test_the_offers_may_come_as_an_object(call: MarketCaller, arm: Any) -> None:
+    arm("search.object_not_list")
+    assert isinstance(call("POST", "/api/v0/bundles/", {}).body["offers"], dict)
+    assert isinstance(call("POST", "/api/v0/bundles/", {}).body["offers"], list)
 
 
 # Create
@@ -98,6 +120,19 @@ def test_504_before_commit_leaves_nothing(call: MarketCaller, arm: Any) -> None:
     assert call.create().status == 504
     assert call.listed() == []
     assert call.create().status == 200
+
+
+def test_create_429_leaves_nothing(call: MarketCaller, arm: Any) -> None:
+    arm("create.429")
+    assert call.create().status == 429
+    assert call.listed() == []
+    assert call.create().status == 200
+
+
+def test_a_reply_without_the_id_hides_a_box_that_runs(call: MarketCaller, arm: Any) -> None:
+    arm("create.200_without_id")
+    assert call.create().body == {"success": True}
+    assert len(call.listed()) == 1
 
 
 def test_success_false_with_contract_names_a_box_that_runs(call: MarketCaller, arm: Any) -> None:
@@ -157,6 +192,12 @@ def test_the_disk_may_be_short_and_the_gpu_another(call: MarketCaller, arm: Any)
     row = call.show(call.rent())
     assert row is not None
     assert (row["disk_space"], row["gpu_name"], row["gpu_ram"]) == (8.0, "RTX 4090", 4000)
+
+
+def test_the_box_may_be_dearer_than_its_offer(call: MarketCaller, arm: Any) -> None:
+    arm("create.dearer=2")
+    row = call.show(call.rent())
+    assert row is not None and row["dph_base"] == pytest.approx(0.60)
 
 
 # Show and list
@@ -239,7 +280,50 @@ def test_the_account_may_change_under_a_listing(call: MarketCaller, arm: Any) ->
     assert first != second
 
 
+def test_a_new_box_may_stay_out_of_the_listing_and_its_counts(call: MarketCaller, arm: Any) -> None:
+    arm("list.lag=60")
+    instance_id = call.rent()
+    hidden = call("GET", "/api/v1/instances/").body
+    assert (hidden["instances"], hidden["total_instances"], hidden["label_counts"]) == ([], 0, {})
+    assert call.show(instance_id) is not None
+    call.clock.advance(60)
+    assert call.listed() == [instance_id]
+
+
+def test_a_destroyed_box_may_stay_in_the_listing_unbilled(call: MarketCaller, arm: Any) -> None:
+    arm("list.stale_after_destroy=60")
+    instance_id = call.rent()
+    call.destroy(instance_id)
+    assert call.listed() == [instance_id] and call.show(instance_id) is None
+    assert call.destroy(instance_id).body["error"] == "no_such_instance"
+    assert call.market.contracts[instance_id].billed_now_usd_h == 0
+    call.clock.advance(60)
+    assert call.listed() == []
+
+
+@pytest.mark.parametrize(("fault", "status"), [("read.429=2", 429), ("read.502=2", 502)])
+def test_reading_may_be_refused_and_changing_is_not(call: MarketCaller, arm: Any, fault: str, status: int) -> None:
+    instance_id = call.rent()
+    arm(fault)
+    assert call("PUT", f"/api/v0/instances/{instance_id}/", {"label": "other"}).status == 200
+    replies = [
+        call("GET", "/api/v1/instances/"),
+        call("POST", "/api/v0/bundles/", {}),
+        call("GET", "/api/v1/instances/"),
+    ]
+    assert [reply.status for reply in replies] == [status, status, 200]
+
+
 # Keys
+
+
+def test_a_key_that_may_only_read_changes_nothing_and_the_reapers_still_does(call: MarketCaller, arm: Any) -> None:
+    instance_id = call.rent()
+    arm("auth.read_only")
+    for reply in (call.destroy(instance_id), call.create(24002002), call.destroy(instance_id)):
+        assert (reply.status, reply.body["error"]) == (403, "auth_error")
+    assert call.listed() == [instance_id] and call("POST", "/api/v0/bundles/", {}).status == 200
+    assert call("DELETE", f"/api/v0/instances/{instance_id}/", key=call.market.reaper_key).status == 200
 
 
 def test_a_revoked_key_is_404_for_every_call_and_the_reaper_still_sees(call: MarketCaller, arm: Any) -> None:
@@ -316,6 +400,22 @@ def test_destroy_may_hang_and_do_nothing(call: MarketCaller, arm: Any) -> None:
     assert call.listed() == [instance_id]
 
 
+@pytest.mark.parametrize(
+    ("fault", "status", "error"),
+    [("destroy.success_false", 200, "internal_error"), ("destroy.404_but_alive", 404, "no_such_instance")],
+)
+def test_a_destroy_may_be_refused_in_odd_ways_and_the_box_stays(
+    call: MarketCaller, arm: Any, fault: str, status: int, error: str
+) -> None:
+    instance_id = call.rent()
+    arm(fault)
+    for _ in range(2):
+        reply = call.destroy(instance_id)
+        assert (reply.status, reply.body["success"], reply.body["error"]) == (status, False, error)
+        assert call.listed() == [instance_id]
+    assert call.destroy(instance_id).body["success"] and call.listed() == []
+
+
 # Boot and afterwards
 
 
@@ -366,6 +466,36 @@ def test_only_a_bid_is_outbid(call: MarketCaller, arm: Any, clock: FakeClock) ->
     assert row is not None and row["actual_status"] == "running"
 
 
+def test_a_running_box_may_have_no_address(call: MarketCaller, arm: Any) -> None:
+    arm("boot.no_address")
+    row = call.show(call.rent())
+    assert row is not None
+    assert (row["actual_status"], row["ports"], row["ssh_host"], row["ssh_port"]) == ("running", None, None, None)
+
+
+def test_a_contract_that_ends_stops_the_box_for_good_and_deletes_it_two_days_later(
+    call: MarketCaller, arm: Any, clock: FakeClock
+) -> None:
+    arm("contract.ends_after=3600")
+    instance_id = call.rent()
+    row = call.show(instance_id)
+    assert row is not None and row["end_date"] == clock() + 3600
+    clock.advance(3600)
+    again = call("PUT", f"/api/v0/instances/{instance_id}/", {"state": "running"})
+    assert again.body["success"] is False
+    box = call.market.contracts[instance_id]
+    assert box.status == "stopped" and box.billed_now_usd_h == pytest.approx(0.15 * 20 / 720)
+    clock.advance(48 * 3600 + 5)
+    assert call.listed() == [] and box.ended_at == box.ends_at + 48 * 3600
+
+
+def test_without_a_fault_a_contract_ends_when_the_offer_said(call: MarketCaller, clock: FakeClock) -> None:
+    instance_id = call.rent(24001012)
+    clock.advance(10_800)
+    row = call.show(instance_id)
+    assert row is not None and row["actual_status"] == row["intended_status"] == "stopped"
+
+
 def test_unknown_may_come_back(call: MarketCaller, arm: Any, clock: FakeClock) -> None:
     arm("boot.unknown_then_back=10")
     instance_id = call.rent()
@@ -390,6 +520,22 @@ def test_a_fault_bound_to_a_machine_spares_the_others(call: MarketCaller, arm: A
     arm("boot.exited@machine:36002")
     rows = [call.show(call.rent(ask)) for ask in (CHEAPEST, 24002002)]
     assert [row and row["actual_status"] for row in rows] == ["running", "exited"]
+
+
+def test_a_box_may_be_on_the_bill_only_long_after_its_end(call: MarketCaller, arm: Any, clock: FakeClock) -> None:
+    arm("charges.lag=3600")
+    instance_id, began = call.rent(), clock()
+
+    def booked() -> int:
+        day = {"day": {"gte": began, "lte": clock()}}
+        return len(call("GET", "/api/v0/charges/", select_filters=day).body["results"])
+
+    clock.advance(7200)
+    assert booked() == 0
+    call.destroy(instance_id)
+    assert booked() == 0
+    clock.advance(3600)
+    assert booked() == 1
 
 
 # SSH faults as the market plans them; their real effect is in test_boxes.py
@@ -418,6 +564,15 @@ def test_dropped_keys_come_back_by_attaching_through_the_api(call: MarketCaller,
     assert not box.keys_live
     call("POST", path, {"ssh_key": PUBLIC_KEY})
     assert box.keys_live
+
+
+def test_attaching_a_key_may_be_refused(call: MarketCaller, arm: Any) -> None:
+    instance_id = call.rent()
+    arm("ssh.attach_refused")
+    path = f"/api/v0/instances/{instance_id}/ssh/"
+    replies = [call("POST", path, {"ssh_key": PUBLIC_KEY}) for _ in range(2)]
+    assert [reply.status for reply in replies] == [400, 200]
+    assert replies[0].body["error"] == "team_ssh_keys_not_supported"
 
 
 def test_a_live_fault_strikes_a_box_that_is_up_and_is_taken_back(call: MarketCaller, arm: Any) -> None:

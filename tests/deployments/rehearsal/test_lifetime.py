@@ -197,10 +197,16 @@ def test_the_bucket_is_kept_between_starts_that_both_ask_for_it(tmp_path: Path) 
             aws_secret_access_key=env["LIVERY_S3_SECRET_ACCESS_KEY"],
         )
 
-    with start(tmp_path, keep_bucket=True) as first:
-        client(first.env).put_object(Bucket="livery-rehearsal", Key="a", Body=b"kept")
+    first = bucket.Bucket(tmp_path / "bucket")
+    first.start()
+    first.wait_ready()
+    keys = {"aws_access_key_id": first.control.access_key_id, "aws_secret_access_key": first.control.secret_access_key}
+    s3 = boto3.client("s3", endpoint_url=first.endpoint_url, region_name=bucket.REGION, **keys)
+    s3.put_object(Bucket=bucket.BUCKET, Key="a", Body=b"kept")
+    first.stop(keep=True)
     with start(tmp_path, keep_bucket=True) as second:
-        assert client(second.env).get_object(Bucket="livery-rehearsal", Key="a")["Body"].read() == b"kept"
+        assert client(second.env).get_object(Bucket=bucket.BUCKET, Key="a")["Body"].read() == b"kept"
+    assert (tmp_path / "bucket").exists()
     remove_leftovers(tmp_path, keep_bucket=False)
     assert not (tmp_path / "bucket").exists()
 

@@ -82,7 +82,8 @@ def test_the_market_says_how_long_to_wait() -> None:
 def test_an_error_names_the_call_and_what_the_market_said() -> None:
     error = replies.error_of("DELETE /api/v0/instances/5/", 404, {}, _text(AUTH))
     assert str(error) == (
-        "DELETE /api/v0/instances/5/: HTTP 404 auth_error: Invalid user key; check LIVERY_MARKET_API_KEY and its permissions"
+        "DELETE /api/v0/instances/5/: HTTP 404 auth_error: Invalid user key; "
+        "check LIVERY_MARKET_API_KEY (the reaper's own: LIVERY_REAPER_API_KEY) and its permissions"
     )
 
 
@@ -207,3 +208,21 @@ def test_null_cores_leave_the_share_of_gpus_or_nothing(extra: dict[str, float], 
 def test_an_offer_without_a_needed_field_is_refused_by_name(field: str) -> None:
     with pytest.raises(ValueError, match=field):
         replies.offer_of({**OFFER, field: None})
+
+
+def test_bandwidth_that_is_priced_by_the_terabyte_only_is_not_free() -> None:
+    row = {"id": 1, "machine_id": 2, "num_gpus": 1, "gpu_ram": 97887, "disk_space": 900, "dph_total": 1.0}
+    offer = replies.offer_of(
+        {**row, "internet_down_cost_per_tb": 20.0, "inet_up_cost": 0.0, "internet_up_cost_per_tb": 9}
+    )
+    assert (offer.inet_down_usd_gb, offer.inet_up_usd_gb) == (0.02, 0.0)
+
+
+@pytest.mark.parametrize(("seen", "told"), [(0, False), (1, True), (True, True), (None, None)])
+def test_a_flag_may_be_a_number(seen: object, told: bool | None) -> None:
+    box = replies.instance_of({"id": 1, "is_bid": seen})
+    assert isinstance(box, Instance) and box.is_bid is told
+
+
+def test_a_number_too_large_for_any_machine_is_a_row_that_cannot_be_read() -> None:
+    assert isinstance(replies.instance_of({"id": 1, "dph_total": 10**400}), UnparsedInstance)

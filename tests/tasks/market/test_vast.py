@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -16,10 +17,11 @@ from tasks.errors import (
     RateLimited,
     Rejected,
     ShapeError,
+    UserError,
 )
 from tasks.market.limiter import Limiter
 from tasks.market.protocol import CreateRequest
-from tasks.market.vast import MAX_REPLY_BYTES, VastMarket, create_body, search_body
+from tasks.market.vast import MAX_REPLY_BYTES, SEARCH_ROWS, VastMarket, create_body, search_body
 from tests.tasks.pretend import FLOW_RUN, NOW, PUBLIC_KEY, Clock, Pretend, pretend_market, recipe
 
 LABEL = f"livery:{FLOW_RUN}:1:{int(NOW) + 3600}"
@@ -74,6 +76,14 @@ def test_one_offer_that_cannot_be_read_is_said_and_skipped_but_not_all_of_them(
         _odd(httpx.Response(200, json={"offers": [{}]}), tmp_path, clock).search(recipe().box)
 
 
+def test_a_search_that_was_cut_off_says_so(tmp_path: Path, clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    row = {"id": 1, "machine_id": 2, "num_gpus": 1, "gpu_ram": 97887, "disk_space": 900, "dph_total": 1.0}
+    _odd(httpx.Response(200, json={"offers": [row] * (SEARCH_ROWS - 1)}), tmp_path, clock).search(recipe().box)
+    assert "may have more" not in caplog.text
+    _odd(httpx.Response(200, json={"offers": [row] * SEARCH_ROWS}), tmp_path, clock).search(recipe().box)
+    assert "may have more" in caplog.text
+
+
 def test_create_returns_the_new_box_and_it_is_what_was_asked_for(market: VastMarket) -> None:
     box = market.show(market.create(_request(market)))
     assert box is not None
@@ -118,6 +128,8 @@ def test_a_refusal_that_made_a_box_says_which(pretend: Pretend, market: VastMark
         httpx.Response(200, text="<html>"),
         httpx.Response(200, json=[]),
         httpx.Response(429, text="API requests too frequent"),
+        httpx.Response(429, json={"error": "quota_exceeded"}),
+        httpx.Response(200, text="[" * 100_000),
         httpx.Response(302, headers={"location": "https://elsewhere"}),
         httpx.Response(404, text="Not Found"),
     ],
@@ -127,6 +139,26 @@ def test_a_reply_to_create_that_is_neither_yes_nor_a_definite_no_is_ambiguous(
 ) -> None:
     with pytest.raises(Ambiguous):
         _odd(reply, tmp_path, clock).create(_request(market))
+
+
+def test_the_new_boxs_id_may_be_written_as_text(market: VastMarket, tmp_path: Path, clock: Clock) -> None:
+    reply = httpx.Response(200, json={"success": True, "new_contract": "7835610"})
+    assert _odd(reply, tmp_path, clock).create(_request(market)) == 7835610
+
+
+@pytest.mark.parametrize("key", ["", "k3y of ours", "k3y-of-ours\n", "k3y-ößü"])
+def test_a_key_that_cannot_be_sent_is_refused_without_being_shown(key: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="LIVERY_MARKET_API_KEY") as caught:
+        VastMarket("http://127.0.0.1:9", key, Limiter(tmp_path, key))
+    assert not key or key.strip() not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "url", ["http://console.vast.ai", "http://127.0.0.1.example.com", "ftp://127.0.0.1", "console"]
+)
+def test_the_key_goes_to_no_address_without_tls_but_loopback(url: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="want https://"):
+        VastMarket(url, "key", Limiter(tmp_path, "key"))
 
 
 def test_a_bad_key_is_an_auth_error_though_the_market_answers_404(pretend: Pretend, tmp_path: Path) -> None:
@@ -147,6 +179,11 @@ def test_an_expired_session_is_not_a_box_that_is_gone(pretend: Pretend, market: 
 
 def test_destroying_what_is_not_there_is_no_error(market: VastMarket) -> None:
     market.destroy(1)
+
+
+def test_a_reply_about_another_box_is_an_error_and_not_an_answer(tmp_path: Path, clock: Clock) -> None:
+    with pytest.raises(ShapeError, match="about box 8"):
+        _odd(httpx.Response(200, json={"instances": {"id": 8}}), tmp_path, clock).show(7)
 
 
 def test_showing_a_box_that_does_not_exist_is_none(market: VastMarket) -> None:
@@ -192,6 +229,34 @@ def test_a_listing_that_never_adds_up_is_incomplete_and_says_why(
     pretend.rented()
     pretend.arm(fault)
     listing = market.list_all()
+    assert not listing.complete and problem in listing.problem
+
+
+def _listing(*labels: str | None, total: object, counts: object = None, token: str | None = None) -> httpx.Response:
+    rows = [{"id": number, "label": label} for number, label in enumerate(labels, 1)]
+    body = {"id": 7, "instances": rows, "total_instances": total, "label_counts": counts, "next_token": token}
+    return httpx.Response(200, json=body)
+
+
+@pytest.mark.parametrize("counts", [{LABEL: 1, "": 1}, {LABEL: 1}, {LABEL: "1", "null": 3}, {}, None])
+def test_how_boxes_of_others_are_counted_does_not_matter(counts: object, tmp_path: Path, clock: Clock) -> None:
+    """A count that differs in form only would otherwise blind the reaper for good."""
+    assert _odd(_listing(LABEL, None, total="2", counts=counts), tmp_path, clock).list_all().complete
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        (_listing(None, total=1, counts={LABEL: 1}), "0 rows have the label"),
+        (_listing(LABEL, total=None), "did not say how many"),
+        (_listing(LABEL, total=True), "did not say how many"),
+        (_listing(LABEL, total=1, token="again"), "the pages do not end"),
+    ],
+)
+def test_a_listing_without_its_proof_is_incomplete(
+    reply: httpx.Response, problem: str, tmp_path: Path, clock: Clock
+) -> None:
+    listing = _odd(reply, tmp_path, clock).list_all()
     assert not listing.complete and problem in listing.problem
 
 
@@ -276,6 +341,40 @@ def test_who_has_a_budget_of_seconds_does_not_retry_past_it(tmp_path: Path, cloc
 def test_an_endless_reply_is_cut(tmp_path: Path, clock: Clock) -> None:
     with pytest.raises(Ambiguous, match="longer than 8 MB"):
         _odd(httpx.Response(200, content=b"x" * (MAX_REPLY_BYTES + 1)), tmp_path, clock).destroy(1)
+
+
+def test_a_reply_that_drips_is_ended_though_each_byte_came_in_time(tmp_path: Path, clock: Clock) -> None:
+    def drip() -> Iterator[bytes]:
+        while True:
+            clock.now += 20
+            yield b" "
+
+    for budget_s, least_s in ((None, 120), (30.0, 30), (0.0, 5)):
+        began = clock.now
+        with pytest.raises(Ambiguous, match="no end of it"):
+            _odd(httpx.Response(200, content=drip()), tmp_path, clock, budget_s=budget_s).destroy(1)
+        assert least_s < clock.now - began <= least_s + 25
+
+
+def test_in_a_hurry_a_call_whose_turn_comes_too_late_is_not_sent(
+    pretend: Pretend, tmp_path: Path, clock: Clock
+) -> None:
+    market = pretend.client(tmp_path, budget_s=5.0)
+    for _ in range(2):
+        market.destroy(1)
+    with pytest.raises(RateLimited, match="not sent"):
+        market.destroy(1)
+    assert pretend.count("DELETE", "/") == 2
+
+
+def test_after_a_refusal_the_endpoint_is_left_alone_by_all(pretend: Pretend, tmp_path: Path, clock: Clock) -> None:
+    box = pretend.rented()
+    pretend.arm("destroy.429=1")
+    with pytest.raises(RateLimited):
+        pretend.client(tmp_path).destroy(box)
+    began = clock.now
+    pretend.client(tmp_path).destroy(box)
+    assert clock.now - began == pytest.approx(3.3)
 
 
 def test_nobody_there_is_ambiguous(tmp_path: Path, clock: Clock) -> None:

@@ -33,9 +33,7 @@ class SshBox:
         self.home = root / "home"
         for name in ("etc", "home", "tmp", "bin"):
             (root / name).mkdir(parents=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.move()
         self.new_host_key()
         self.let_in(public_key)
         base = Path(sys.base_prefix) / "bin" / "python3"
@@ -80,6 +78,12 @@ class SshBox:
     def reboot(self) -> None:
         self.kill()
         self.start()
+
+    def move(self) -> None:
+        """Another port from the next start on."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
 
     def new_host_key(self) -> None:
         for path in (self.root / "etc").glob("host_key*"):

@@ -6,7 +6,16 @@ from typing import Any
 import pytest
 
 from tasks.domain import Offer
-from tasks.rules.pricing import checkpoint_gb, dph_at_disk, phase_s, run_cost, transfer_s
+from tasks.rules.pricing import (
+    Experience,
+    Pace,
+    checkpoint_gb,
+    dph_at_disk,
+    phase_s,
+    run_cost,
+    transfer_s,
+    work_left,
+)
 from tests.tasks.pretend import recipe, rehearsal_recipe
 from training.contract.shapes import QWEN3_235B, QWEN36_35B
 
@@ -48,6 +57,48 @@ def test_the_gpu_is_not_billed_while_the_box_boots() -> None:
     assert cost.parts["gpu"] == pytest.approx((cost.hours - 240 / 3600) * 1.0)
 
 
+PHASES = [{"kind": kind, "data": "bucket:x", "steps": 100, "learning_rate": 1e-4} for kind in ("cpt", "sft")]
+
+
+def test_a_pace_measured_here_beats_a_prediction_and_the_plan_says_where_it_is_from() -> None:
+    half = Experience(paces={"cpt": Pace(50.0, "2026-11-29, 200 steps")})
+    whole = Experience(paces={**half.paces, "sft": Pace(60.0, "2026-11-30, 400 steps")})
+    wanted = recipe(phases=PHASES)
+    assert work_left(wanted, experience=whole).train_s == 100 * 50 + 100 * 60
+    assert [work_left(wanted, experience=seen).hours_from for seen in (Experience(), half, whole)] == [
+        "predicted",
+        "predicted",
+        "measured",
+    ]
+    assert "cpt: 50 s a step, measured here: 2026-11-29, 200 steps" in work_left(wanted, experience=half).notes
+    assert any(
+        said.startswith("sft: ") and said.endswith("predicted") for said in work_left(wanted, experience=half).notes
+    )
+
+
+def test_the_recipes_own_word_beats_both() -> None:
+    seen = Experience(paces={"sft": Pace(50.0, "x")})
+    assert run_cost(recipe(step_seconds=36.0), _offer(), experience=seen).train_s == 3600
+
+
+def test_boxes_that_fail_on_the_way_are_in_the_price() -> None:
+    """A quarter of a box for each good one until the bucket knows better: boot, install, image and wheels."""
+    cost = run_cost(recipe(step_seconds=36.0), _offer())
+    one = 240 / 3600 * 0.05 + 240 / 3600 * 1.05 + 15 * 0.01
+    assert cost.parts["unfit"] == pytest.approx(0.25 * one)
+    worse = run_cost(recipe(step_seconds=36.0), _offer(), experience=Experience(fit_boxes=4, unfit_boxes=15))
+    assert worse.parts["unfit"] == pytest.approx(2.0 * one)
+    better = work_left(recipe(), experience=Experience(fit_boxes=96, unfit_boxes=0))
+    assert better.unfit_boxes == pytest.approx(0.01)
+    assert better.notes[-1] == "0.01 unfit boxes for each fit one: 0.25 expected, 0 of 96 seen here"
+
+
+def test_a_bid_is_paid_as_bid_and_not_as_the_least_that_was_asked() -> None:
+    listed = run_cost(recipe(step_seconds=36.0), _offer()).parts
+    bid = run_cost(recipe(step_seconds=36.0, box={"interruptible": True}), _offer()).parts
+    assert bid["gpu"] == pytest.approx(1.15 * listed["gpu"]) and bid["disk"] == listed["disk"]
+
+
 def test_dear_bandwidth_makes_the_cheaper_hour_the_dearer_run() -> None:
     cheap_hour = run_cost(
         recipe(step_seconds=10.0), _offer(dph_base_usd=1.0, inet_down_usd_gb=0.03, inet_up_usd_gb=0.03)
@@ -57,8 +108,7 @@ def test_dear_bandwidth_makes_the_cheaper_hour_the_dearer_run() -> None:
 
 
 def test_phases_that_are_done_cost_nothing_again() -> None:
-    phases = [{"kind": kind, "data": "bucket:x", "steps": 100, "learning_rate": 1e-4} for kind in ("cpt", "sft")]
-    wanted = recipe(phases=phases, step_seconds=36.0)
+    wanted = recipe(phases=PHASES, step_seconds=36.0)
     assert run_cost(wanted, _offer()).train_s == 7200
     assert run_cost(wanted, _offer(), done=("cpt",)).train_s == 3600
 

@@ -77,3 +77,9 @@ def test_the_reason_says_what_was_seen(box: Instance, seen: LeaseSeen, words: st
 
 def test_only_so_many_go_in_one_sweep() -> None:
     assert within_ceiling([1, 2, 3, 4, 5], 3) == ([1, 2, 3], [4, 5])
+
+
+@pytest.mark.parametrize("seen", [LIVE, EXPIRED, MISSING, UNREADABLE])
+def test_a_box_of_an_attempt_that_its_run_gave_up_goes_though_the_run_lives(seen: LeaseSeen) -> None:
+    assert verdict(_box(age=MINUTE), seen, NOW, LIMITS, given_up=True).action == "destroy"
+    assert verdict(_box(label="someone-else"), seen, NOW, LIMITS, given_up=True).action == "keep"

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from training.box import hub
+from training.contract.checks import Check
 
 COMMIT = "a" * 40
 FILES = {
@@ -47,6 +48,8 @@ class Hub:
                     self.reply(json.dumps(outer.tree()).encode(), {"Content-Type": "application/json"}, body)
                 elif path.startswith(f"/me/tiny/resolve/{COMMIT}/"):
                     self.file(path.rsplit("/", 1)[1], body)
+                elif "/me/busy/" in path:
+                    self.reply(b"{}", {}, body, status=503)
                 else:
                     self.reply(b"{}", {"X-Error-Code": "RepoNotFound"}, body, status=404)
 
@@ -138,6 +141,34 @@ def test_a_digest_that_differs_is_refused_and_the_file_deleted(served: Hub, tmp_
 def test_a_repository_that_is_not_there_is_denied_with_what_to_check(served: Hub, tmp_path: Path) -> None:
     done = download(served, tmp_path / "model", repo="me/none")
     assert "check the name, the commit and HF_TOKEN" in done.stderr
+
+
+RECIPE = {
+    "name": "unit",
+    "model": {"source": f"hub:me/tiny@{COMMIT}", "family": "qwen3_5_moe", "size_gb": 0.01},
+    "phases": [{"kind": "sft", "data": "bucket:d", "steps": 1, "learning_rate": 0.001}],
+    "box": {"tier": "rehearsal", "device": "cpu", "min_inet_down_mbps": 0.001},
+    "budget": {"max_usd": 1},
+}
+
+
+def test_the_downlink_is_measured_on_the_models_own_file_and_its_trouble_is_told_apart(
+    served: Hub, tmp_path: Path
+) -> None:
+    code = (
+        "import sys; from training.box.transfer import _hub_checks; from training.contract.recipe import Recipe\n"
+        "for name in ('tiny', 'none', 'busy'):\n"
+        "    recipe = Recipe.model_validate_json(sys.argv[1].replace('tiny', name))\n"
+        "    print(_hub_checks(recipe, 1 << 20, 5)[0].model_dump_json())\n"
+    )
+    environ = {**os.environ, "HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-c", code, json.dumps(RECIPE)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    good, denied, silent = (Check.model_validate_json(line) for line in done.stdout.splitlines())
+    assert (good.id, good.verdict, good.unit) == ("hub_mbps", "pass", "Mbps") and float(good.actual) > 0
+    assert (denied.verdict, denied.blame) == ("fail", "user") and "commit and HF_TOKEN" in denied.actual
+    assert silent.verdict == "unknown" and "hub me/busy@" in silent.actual, "it may be the hub's own trouble"
 
 
 def test_the_first_try_is_the_fast_way_and_the_second_the_plain_one() -> None:

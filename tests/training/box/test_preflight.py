@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -85,6 +88,7 @@ def test_each_shortcoming_fails_its_own_check(
     told = report(monkeypatch, tmp_path, {**GOOD, **change}, wanted())
     assert [check.id for check in told.failed] == [failing]
     assert told.failed[0].blame == "host" and "want" in told.failed[0].sentence
+    assert told.failed[0].purpose and told.failed[0].remedy
 
 
 def test_what_cannot_be_seen_is_unknown_and_fails_no_box(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -133,16 +137,95 @@ def test_limits_of_the_old_control_groups_are_read_too(tmp_path: Path) -> None:
     assert (facts["pids_max"], facts["memory_max_gb"]) == (2048, None)
 
 
-def test_error_803_from_an_old_driver_is_the_hosts() -> None:
-    check = preflight.cuda_init_check(803, "/usr/lib/libcuda.so.550", "550.54.15", "580.65.06")
+COMPAT = "/usr/local/cuda/compat/libcuda.so.1"
+
+
+@pytest.mark.parametrize("library", ["/usr/lib/libcuda.so.550", COMPAT])
+def test_error_803_from_an_old_driver_is_the_hosts(library: str) -> None:
+    check = preflight.cuda_init_check(803, library, "550.54.15", "580.65.06")
     assert (check["verdict"], check["blame"]) == ("fail", "host")
+    assert "too old for the image, want 580.65.06" in check["remedy"]
 
 
-@pytest.mark.parametrize("library", ["/usr/local/cuda/compat/libcuda.so.1", "/usr/lib/libcuda.so.1"])
+@pytest.mark.parametrize("library", [COMPAT, "/usr/lib/libcuda.so.1"])
 def test_error_803_with_a_new_driver_is_the_images(library: str) -> None:
     check = preflight.cuda_init_check(803, library, "610.10.01", "580.65.06")
     assert (check["verdict"], check["blame"]) == ("fail", "image")
     assert "hides the host's driver" in check["remedy"]
+
+
+@pytest.mark.parametrize(("code", "blame"), [(0, "image"), (803, "host"), (999, "host")])
+def test_the_hosts_own_library_decides_whose_fault_803_is(code: int, blame: str) -> None:
+    host = {"library": "/usr/lib/x86_64-linux-gnu/libcuda.so.610.10.01", "version": 13020, "code": code}
+    for driver in ("610.10.01", None):
+        assert preflight.cuda_init_check(803, COMPAT, driver, "580.65.06", host)["blame"] == blame
+
+
+def test_804_of_a_card_without_forward_compatibility_is_told_apart_alike() -> None:
+    assert preflight.cuda_init_check(804, COMPAT, "610.10.01", "580.65.06")["blame"] == "image"
+    assert preflight.cuda_init_check(804, COMPAT, "550.54.15", "580.65.06")["blame"] == "host"
+    assert preflight.cuda_init_check(100, COMPAT, "610.10.01", "580.65.06")["blame"] == "host", "no device at all"
+
+
+def fake_libcuda(path: Path, version: int, code: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    source = (
+        f"int cuDriverGetVersion(int *v) {{ *v = {version}; return 0; }} int cuInit(unsigned f) {{ return {code}; }}"
+    )
+    subprocess.run(["cc", "-shared", "-fPIC", "-xc", "-", "-o", str(path)], input=source, text=True, check=True)
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_the_hosts_library_is_found_behind_the_images_and_asked_in_its_own_process(tmp_path: Path) -> None:
+    compat = tmp_path / "usr/local/cuda/compat/libcuda.so.580.65.06"
+    mounted = tmp_path / "usr/lib/x86_64-linux-gnu/libcuda.so.610.10.01"
+    fake_libcuda(compat, 13000, 803)
+    (tmp_path / "usr/lib64").mkdir(parents=True)
+    (tmp_path / "usr/lib64/libcuda.so.580.65.06").symlink_to(compat)
+    assert preflight.ask_host_cuda(str(compat), tmp_path) is None
+    fake_libcuda(mounted, 13020, 0)
+    assert preflight.ask_host_cuda(str(compat), tmp_path) == {"library": str(mounted), "version": 13020, "code": 0}
+    assert preflight.ask_host_cuda(str(mounted), tmp_path) is None, "it is the loaded one already"
+
+
+def test_the_disk_is_measured_both_ways_and_left_clean(tmp_path: Path) -> None:
+    asked = {"disk_probe_mb": 32, "min_disk_mb_s": 1.0}
+    checks = preflight.disk_speed_checks(tmp_path, asked, time.monotonic() + 30)
+    assert [(check["id"], check["verdict"]) for check in checks] == [("disk_write", "pass"), ("disk_read", "pass")]
+    assert not list(tmp_path.iterdir())
+    slow = preflight.disk_speed_checks(tmp_path, {**asked, "min_disk_mb_s": 1e6}, time.monotonic() + 30)
+    assert {check["verdict"] for check in slow} == {"fail"} and slow[0]["unit"] == "MB/s"
+
+
+def test_what_the_time_does_not_allow_is_unknown_not_failed(tmp_path: Path) -> None:
+    checks = preflight.disk_speed_checks(tmp_path, {"disk_probe_mb": 32, "min_disk_mb_s": 300}, time.monotonic() - 1)
+    assert {(check["verdict"], check["actual"]) for check in checks} == {("unknown", "no time left to look")}
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_disk_that_cannot_be_written_fails_with_its_own_word(tmp_path: Path) -> None:
+    (check,) = preflight.disk_speed_checks(tmp_path / "none", {"disk_probe_mb": 1}, time.monotonic() + 9)
+    assert (check["verdict"], check["actual"]) == ("fail", "No such file or directory")
+
+
+def test_memory_is_our_share_of_the_machine_where_a_quota_of_processors_says_so(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal:       200000000 kB\n")
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    quota = tmp_path / "sys/fs/cgroup/cpu.max"
+    quota.write_text("max 100000\n")
+    assert preflight.read_host_facts(tmp_path)["memory_max_gb"] == 204.8
+    quota.write_text(f"{(os.cpu_count() or 1) * 25_000} 100000\n")
+    assert preflight.read_host_facts(tmp_path)["memory_max_gb"] == 51.2
+
+
+def test_a_network_mount_is_no_disk_of_the_box(tmp_path: Path) -> None:
+    (tmp_path / "proc").mkdir()
+    mounts = tmp_path / "proc/mounts"
+    mounts.write_text(f"overlay / overlay rw 0 0\nshare:/a {Path.home()} nfs4 rw 0 0\nx {Path.home()}x ext4 rw 0 0\n")
+    kind = preflight.read_host_facts(tmp_path)["disk_type"]
+    assert kind == "nfs4" and preflight._own_disk(kind)["verdict"] == "fail"
+    assert preflight._own_disk("overlay")["verdict"] == "pass" and preflight._own_disk(None)["verdict"] == "unknown"
 
 
 def test_a_driver_is_compared_by_numbers_not_by_letters() -> None:
@@ -166,6 +249,19 @@ def test_nvidia_smis_rows_are_read_and_no_devices_is_zero_not_unknown(
     assert "gpus" not in preflight.read_driver_facts("cuda")
 
 
+def test_a_card_that_fell_off_its_bus_fails_with_the_drivers_words(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(preflight.FACTS_VARIABLE, raising=False)
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'Unable to determine the device handle for GPU0: Unknown Error'; exit 255\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    told = CheckReport.model_validate(preflight.report(wanted(device="cuda", disk_free_gb=0.1), "n"))
+    (failed,) = [check for check in told.failed if check.id == "gpu_answers"]
+    assert "exit code 255: Unable to determine" in failed.actual and failed.blame == "host"
+
+
 def test_a_card_in_use_by_somebody_else_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv(preflight.FACTS_VARIABLE, raising=False)
     program = tmp_path / "nvidia-smi"
@@ -174,4 +270,5 @@ def test_a_card_in_use_by_somebody_else_fails(monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     asked = wanted(device="cuda", disk_free_gb=0.1, host_memory_gb=0.1, min_pids=1, gpu_memory_mb=90000)
     told = CheckReport.model_validate(preflight.report(asked, "n"))
-    assert "gpu_idle" in [check.id for check in told.failed]
+    (busy,) = [check for check in told.failed if check.id == "gpu_idle"]
+    assert busy.remedy == "next offer" and busy.unit == "MB used"

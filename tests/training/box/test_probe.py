@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 
 from training.box import probe
-from training.contract.checks import CheckReport
+from training.contract.checks import Check, CheckReport
 from training.contract.recipe import Assignment, Recipe
+from training.contract.shapes import QWEN36_35B, TINY, shape_of
 
 ROOT = Path(__file__).parents[3]
 
@@ -122,3 +124,104 @@ def test_a_device_that_throws_is_reported_not_raised(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", broken)
     report = probe.probe_device(recipe("trl"), "n")
     assert "no kernel image" in report.failed[0].actual
+
+
+def test_a_check_that_does_not_end_is_unknown_and_so_are_those_after_it() -> None:
+    limited, ended = probe.Limited(0.2), threading.Event()
+
+    def stuck() -> Check:
+        ended.wait()
+        raise AssertionError
+
+    good = Check(id="quick", verdict="pass", actual="1", required="1", purpose="p")
+    try:
+        assert limited.check("quick", lambda: good) is good
+        left_behind, after = limited.check("slow", stuck), limited.check("late", lambda: good)
+    finally:
+        ended.set()
+    assert (left_behind.verdict, after.verdict) == ("unknown", "unknown")
+    assert "not done in the" in left_behind.actual and "slow had not ended" in after.actual
+    assert limited.spent_s < 5
+
+
+def test_nothing_is_begun_when_the_time_is_used_up() -> None:
+    report = probe.probe_device(recipe("trl"), "n", seconds=0)
+    assert report.ok and [check.verdict for check in report.checks] == ["unknown"]
+
+
+def test_the_path_of_the_experts_fails_only_where_a_slow_one_is_not_allowed() -> None:
+    fast = probe.experts_path_check("hopper", False, "right in all results, 1.64 ms a layer", allowed=False)
+    slow = probe.experts_path_check("host loop", True, "portable: compilation failed", allowed=False)
+    assert fast.verdict == "pass" and "1.64 ms" in fast.actual
+    assert (slow.verdict, slow.blame) == ("fail", "user") and "allow: [slow_experts]" in slow.remedy
+    assert probe.experts_path_check("host loop", True, "x", allowed=True).verdict == "pass"
+
+
+@pytest.fixture(scope="module")
+def plain_rule() -> Any:
+    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import torch_chunk_gated_delta_rule
+
+    return torch_chunk_gated_delta_rule
+
+
+@pytest.mark.train
+def test_the_gated_delta_rule_is_held_against_the_plain_one_in_output_and_all_gradients(plain_rule: Any) -> None:
+    assert probe.gated_delta_check(plain_rule, "cpu").verdict == "pass"
+
+    def scaled(*tensors: Any, **options: Any) -> Any:
+        return plain_rule(*tensors, **options)[0] * 1.05, None
+
+    def deaf_to_decay(*tensors: Any, **options: Any) -> Any:
+        options["g"] = options["g"].detach() + 0 * options["g"]
+        return plain_rule(*tensors, **options)
+
+    for broken in (scaled, deaf_to_decay):
+        check = probe.gated_delta_check(broken, "cpu")
+        assert (check.verdict, check.blame) == ("fail", "us") and "relative error" in check.actual
+
+
+@pytest.mark.train
+def test_the_library_that_refuses_hopper_with_an_old_triton_is_named_with_the_version_that_mends_it() -> None:
+    def refuses(*tensors: Any, **options: Any) -> Any:
+        raise RuntimeError(
+            "Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs produces incorrect results for gated chunk_bwd_dqkwg (see #640). Please upgrade"
+        )
+
+    check = probe.gated_delta_check(refuses, "cpu")
+    assert check.verdict == "fail" and "3.7.1 or later" in check.remedy and "#640" in check.actual
+
+
+def test_the_models_own_config_gives_the_shape_and_the_recipe_does_where_it_is_not_there_yet(tmp_path: Path) -> None:
+    assert probe.box_shape(recipe("trl"), tmp_path) == shape_of(recipe("trl").model)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{")
+    assert probe.box_shape(recipe("trl"), tmp_path) == shape_of(recipe("trl").model)
+
+
+def test_the_speed_is_predicted_only_of_what_was_measured() -> None:
+    facts = {"matmul_tflops": "790", "experts_layer_ms": "4.54", "experts_tokens": "16384"}
+    for missing in facts:
+        some = {name: value for name, value in facts.items() if name != missing}
+        probe.predict(recipe("trl"), QWEN36_35B, some)
+        assert "predicted_tokens_s" not in some
+    probe.predict(recipe("trl"), QWEN36_35B, facts)
+    assert 7_000 < float(facts["predicted_tokens_s"]) < 10_000
+
+
+@pytest.mark.train  # imports triton
+def test_the_rules_kernels_are_not_tuned_at_length_for_a_check_and_are_afterwards() -> None:
+    from triton.runtime.autotuner import Autotuner
+
+    tuner = object.__new__(Autotuner)
+    tuner.configs, tuner.early_config_prune, tuner.perf_model = list(range(30)), None, None
+    with probe.few_configurations():
+        assert tuner.prune_configs({}) == [0, 1]
+    assert len(tuner.prune_configs({})) == 30
+
+
+@pytest.mark.train  # imports triton
+def test_the_experts_are_tried_at_the_recipes_shapes_and_the_path_taken_is_told_with_its_reason() -> None:
+    facts: dict[str, str] = {}
+    check = probe._experts_path(recipe("trl"), TINY, facts, "cpu")
+    assert facts == {"experts_path": "grouped_mm"}, "nothing is timed on a CPU"
+    assert check.verdict == "fail" and check.actual.startswith("grouped_mm: portable: "), "our kernels want a card"

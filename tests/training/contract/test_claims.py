@@ -7,8 +7,16 @@ import pytest
 
 from training.box.store import Store
 from training.contract import layout
-from training.contract.claims import Claim, ClaimError, counts, newest_claim, newest_manifest, parse_claim
-from training.contract.manifest import Manifest
+from training.contract.claims import (
+    Claim,
+    ClaimError,
+    counts,
+    newest_claim,
+    newest_manifest,
+    newest_manifests,
+    parse_claim,
+)
+from training.contract.manifest import Manifest, Parent
 
 KEY = layout.manifest("r", "sft", 4)
 
@@ -56,6 +64,20 @@ def test_the_newest_manifest_is_the_newest_that_counts(store: Store) -> None:
     store.put_bytes(layout.manifest("r", "sft", 6), manifest(6, 2))
     newest = newest_manifest(store, "r", "sft")
     assert newest is not None and newest[0].endswith("00000006.json")
+
+
+def test_a_phase_counts_only_as_far_as_it_begins_from_the_one_before_it(store: Store) -> None:
+    first = Manifest.model_validate_json(manifest(9, 0))
+    key, text = layout.manifest("r", "sft", 9), manifest(9, 0)
+    parent = Parent(key=key, sha256=hashlib.sha256(text).hexdigest())
+    second = first.model_copy(update={"phase": "dpo", "parent": parent})
+    store.put_bytes(key, text)
+    store.put_bytes(layout.manifest("r", "dpo", 9), second.model_dump_json().encode())
+    assert [each.phase for _, each in newest_manifests(store, "r", ["sft", "dpo", "kto"])] == ["sft", "dpo"]
+    store.put_bytes(key, manifest(9, 1))
+    assert [each.phase for _, each in newest_manifests(store, "r", ["sft", "dpo"])] == ["sft"], "sft was trained again"
+    store.delete(key)
+    assert not list(newest_manifests(store, "r", ["sft", "dpo"]))
 
 
 def test_a_manifest_that_cannot_be_read_is_the_callers_to_refuse(store: Store) -> None:

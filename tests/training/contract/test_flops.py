@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from training.contract.flops import PEAK_TFLOPS, token_flops, utilisation
-from training.contract.recipe import Adapters
+from training.contract.flops import PEAK_TFLOPS, predicted_tokens_s, step_tokens, token_flops, utilisation
+from training.contract.recipe import Adapters, DpoPhase, SftPhase
 from training.contract.shapes import QWEN36_35B
 
 
@@ -24,3 +24,25 @@ def test_utilisation_is_useful_arithmetic_over_the_peak() -> None:
     base = token_flops(QWEN36_35B, Adapters(), 2048).base
     assert utilisation(base, 19_556, 790) == pytest.approx(0.292, abs=0.001)
     assert utilisation(base, 19_556, PEAK_TFLOPS["h200"]) < 0.24
+
+
+def test_the_predicted_speed_is_the_one_measured_with_stock_modules_and_fast_experts() -> None:
+    """An H200 with whole layers recomputed: 4.54 ms a layer of experts at 16,384 tokens, 790 TFLOP/s, and 8,987 tokens a second."""
+    at = {"layer_s": 4.54e-3, "layer_tokens": 16_384, "matmul_tflops": 790.0}
+    predicted = predicted_tokens_s(QWEN36_35B, Adapters(rank=32), 2048, **at)
+    assert predicted == pytest.approx(8_987, rel=0.05)
+    throttled = predicted_tokens_s(QWEN36_35B, Adapters(rank=32), 2048, **{**at, "layer_s": 0.1, "matmul_tflops": 80.0})
+    assert throttled < predicted / 8
+
+
+def test_a_steps_tokens_are_its_rows_and_a_dpo_row_holds_two_answers() -> None:
+    row = {
+        "data": "bucket:d",
+        "steps": 1,
+        "learning_rate": 1e-4,
+        "batch_size": 2,
+        "accumulation": 4,
+        "max_length": 1024,
+    }
+    assert step_tokens(SftPhase.model_validate(row)) == 8192
+    assert step_tokens(DpoPhase.model_validate(row)) == 16_384

@@ -1,0 +1,1 @@
+from tests.tasks.pretend_fixtures import clock, market, pretend  # noqa: F401
