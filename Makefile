@@ -23,7 +23,7 @@ demo: $(VENV)
 	@.venv/bin/python -m deployments demo $(foreach fault,$(FAULT),--fault '$(fault)') $(if $(filter 1 true yes on,$(KEEP_UP)),--keep-up)
 
 test: check
-	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 3 --dist loadfile --no-loadscope-reorder tests
+	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder tests
 
 check: $(VENV)
 	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
