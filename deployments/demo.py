@@ -136,7 +136,8 @@ def _copy_adapter(store: Store, run: str) -> Path:
 
 def _print_phases(rows: list[dict[str, Any]]) -> None:
     print(f"phases: {PHASES_CAPTION[0].lower()}{PHASES_CAPTION[1:]}")
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    named = dict.fromkeys(key for row in rows for key in row)
+    columns = [column for column in named if any(str(row.get(column, "")) for row in rows)]
     widths = {column: max(len(column), *(len(str(row.get(column, ""))) for row in rows)) for column in columns}
     print("  " + "  ".join(column.ljust(widths[column]) for column in columns))
     for row in rows:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from training.box.folder import FolderStore
-from training.box.store import Store, StoreConflict, StoreDenied, StoreError, StoreUnreachable
+from training.box.store import Store, StoreConflict, StoreDenied, StoreError, StoreUnreachable, sha256_of
 from training.box.transfer import FENCED, OK, USER, Fenced, Refused, require_unclaimed, store_checkpoint
 from training.contract import layout
 from training.contract.claims import Claim, counts, newest_claim
@@ -445,8 +445,3 @@ def link_files(source: Path, names: Sequence[str], into: Path) -> Path:
         target.unlink(missing_ok=True)
         os.link(source / name, target)
     return into
-
-
-def sha256_of(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

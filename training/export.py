@@ -6,8 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from training.box.store import Store
-from training.checkpoint import link_files, sha256_of
+from training.box.store import Store, sha256_of
+from training.checkpoint import link_files
 from training.contract import layout
 from training.contract.events import Exported
 

@@ -36,10 +36,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from training import sinks
-from training.box.store import Store, StoreDenied, StoreError, StoreUnreachable
+from training.box.store import Store, StoreDenied, StoreError, StoreUnreachable, sha256_of
 from training.box.supervisor import read_env_file
 from training.box.transfer import MARKER, Fenced, marker_holds, require_unclaimed
-from training.checkpoint import ADAPTER_FILES, Checkpoints, Found, Identity, Uploader, UploadFailed, sha256_of
+from training.checkpoint import ADAPTER_FILES, Checkpoints, Found, Identity, Uploader, UploadFailed
 from training.contract import layout
 from training.contract.claims import ClaimError
 from training.contract.events import Abort, Evaluated, EventError, EventLog, Guard, Notice, RunnerEnd, RunnerStart

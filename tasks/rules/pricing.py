@@ -12,6 +12,7 @@ from typing import Literal
 
 from tasks.domain import Offer
 from tasks.rules.tiers import TIERS
+from training.contract.flops import step_tokens
 from training.contract.memory import OPTIMIZER_B, WEIGHT_B, adapter_parameters
 from training.contract.recipe import GrpoPhase, Recipe
 from training.contract.shapes import QWEN36_35B, ModelShape, shape_of
@@ -114,17 +115,6 @@ class Cost:
 def money(usd: float) -> str:
     """Dollars for people: a rehearsal's fractions of a cent are to be seen too."""
     return f"${usd:.2f}" if usd >= 0.01 or usd == 0 else f"${usd:.4f}"
-
-
-def run_cost(
-    recipe: Recipe,
-    offer: Offer,
-    done: Collection[str] = (),
-    shape: ModelShape | None = None,
-    experience: Experience | None = None,
-) -> Cost:
-    """Dollars and hours of the phases that are still to do, on one offer. For many offers, make the work once."""
-    return cost_of(work_left(recipe, done, shape, experience), offer)
 
 
 def work_left(
@@ -278,8 +268,7 @@ def _predicted_step_s(recipe: Recipe, name: str, shape: ModelShape) -> float:
     if recipe.box.device != "cuda":
         return 0.1 if recipe.trainer == "counting" else 0.8
     phase = recipe.phase(name)
-    tokens = phase.batch_size * phase.accumulation * phase.max_length * (2 if phase.kind == "dpo" else 1)
-    step_s = tokens / (TIERS[recipe.box.tier].tokens_s * _relative_speed(shape))
+    step_s = step_tokens(phase) / (TIERS[recipe.box.tier].tokens_s * _relative_speed(shape))
     if isinstance(phase, GrpoPhase):
         step_s += phase.max_completion_length * GENERATED_TOKEN_S
     return step_s

@@ -31,7 +31,8 @@ from trl.trainer.base_trainer import _BaseTrainer
 from tests.training.conftest import recipe_of
 from training import evaluate, liveness, tiny
 from training.box.folder import FolderStore
-from training.checkpoint import Checkpoints, Found, Identity, Uploader, sha256_of
+from training.box.store import sha256_of
+from training.checkpoint import Checkpoints, Found, Identity, Uploader
 from training.contract.events import EventLog, Guard, read_events
 from training.contract.manifest import REQUIRED_FILES
 from training.contract.recipe import Assignment, Recipe

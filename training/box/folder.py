@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from training.box.store import PART_BYTES, Moved, ObjectInfo, Progress, Store, StoreConflict, StoreError
+from training.box.store import PART_BYTES, Moved, ObjectInfo, Progress, Store, StoreConflict, StoreError, sha256_of
 
 _BLOCK = 1 << 20
 _UNFINISHED = ".unfinished-"
@@ -90,7 +90,7 @@ class FolderStore(Store):
     ) -> int:
         size = path.stat().st_size
         target = self._path(key)
-        if target.is_file() and target.stat().st_size == size and _sha256(target) == sha256:
+        if target.is_file() and target.stat().st_size == size and sha256_of(target) == sha256:
             progress(size, size)
             return 0
         with self._explained("write", key), self._half(key) as (file, unfinished):
@@ -128,7 +128,7 @@ class FolderStore(Store):
         size = source.stat().st_size
         if expect_bytes is not None and size != expect_bytes:
             raise StoreError(f"{self.where}: {key} has {size} bytes, want {expect_bytes}")
-        if expect_sha256 is not None and (seen := _sha256(source)) != expect_sha256:
+        if expect_sha256 is not None and (seen := sha256_of(source)) != expect_sha256:
             raise StoreError(
                 f"{self.where}: {key}: sha256 of what is there is {seen[:12]}…, want {expect_sha256[:12]}…"
             )
@@ -174,8 +174,3 @@ class FolderStore(Store):
             yield
         except OSError as error:
             raise StoreError(f"{self.where}: could not {what} {key}: {error.strerror}") from None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

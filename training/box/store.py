@@ -581,3 +581,8 @@ def _mismatch(path: Path, size: int, sha256: str | None, etag: str) -> str:
     with path.open("rb") as file:
         got = hashlib.file_digest(file, algorithm).hexdigest()
     return "" if got == wanted else f"{algorithm} of what arrived is {got[:12]}…, want {wanted[:12]}…"
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

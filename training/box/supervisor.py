@@ -86,11 +86,6 @@ def tail(file: Path, offset: int, limit: int = LOG_BYTES) -> tuple[dict[str, Any
     return {"offset": offset + len(data), "size": size, "now": time.time()}, data
 
 
-def any_running(jobs: Path) -> bool:
-    """Whether some job below this folder is alive."""
-    return any(_alive(lock.parent) for lock in jobs.glob("*/lock"))
-
-
 def read_env_file(path: str) -> dict[str, str]:
     """KEY=VALUE lines; blank lines and those that begin with # are left out."""
     lines = Path(os.path.expanduser(path)).read_text().splitlines()

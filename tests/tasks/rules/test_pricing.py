@@ -7,17 +7,23 @@ import pytest
 
 from tasks.domain import Offer
 from tasks.rules.pricing import (
+    Cost,
     Experience,
     Pace,
     checkpoint_gb,
+    cost_of,
     dph_at_disk,
     phase_s,
-    run_cost,
     transfer_s,
     work_left,
 )
 from tests.tasks.pretend import recipe, rehearsal_recipe
+from training.contract.recipe import Recipe
 from training.contract.shapes import QWEN3_235B, QWEN36_35B
+
+
+def run_cost(recipe: Recipe, offer: Offer, *work: Any, **more: Any) -> Cost:
+    return cost_of(work_left(recipe, *work, **more), offer)
 
 
 def _offer(**changes: Any) -> Offer:

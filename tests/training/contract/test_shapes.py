@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests.training.published import QWEN36_CONFIG
 from training.contract.recipe import Adapters, Model
 from training.contract.shapes import KNOWN, QWEN3_235B, QWEN36_35B, TINY, ShapeError, read_shape, shape_of
 
@@ -84,28 +85,9 @@ def test_any_other_model_is_an_estimate_of_about_its_size_that_says_so(size_gb: 
 
 
 def test_the_text_part_of_a_multimodal_configuration_is_read() -> None:
-    text = {
-        "model_type": "qwen3_5_moe_text",
-        "hidden_size": 2048,
-        "vocab_size": 248320,
-        "num_hidden_layers": 40,
-        "full_attention_interval": 4,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 2,
-        "head_dim": 256,
-        "num_experts": 256,
-        "num_experts_per_tok": 8,
-        "moe_intermediate_size": 512,
-        "shared_expert_intermediate_size": 512,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-    }
-    assert read_shape(json.dumps({"model_type": "qwen3_5_moe", "text_config": text})) == QWEN36_35B
+    assert read_shape(json.dumps(QWEN36_CONFIG)) == QWEN36_35B
     with pytest.raises(ShapeError, match=r"head_dim: seen None, want a whole number"):
-        read_shape(json.dumps({**text, "head_dim": None}))
+        read_shape(json.dumps({**QWEN36_CONFIG["text_config"], "head_dim": None}))
 
 
 @pytest.mark.parametrize(
