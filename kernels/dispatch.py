@@ -251,16 +251,20 @@ def _fault(errors: dict[str, float], limit: float) -> str | None:
 
 
 def _waits_for_host(step: _Step) -> bool:
-    """True if the step makes the host wait for the card: torch's grouped_mm does where it falls back to a loop."""
-    if not step.x.is_cuda:
-        return False
-    step()
+    """torch's grouped_mm does where it falls back to a loop."""
+    return step.x.is_cuda and waits_for_host(step)
+
+
+def waits_for_host(step: Callable[[], object]) -> bool:
+    """True if the step, which works on a card, makes the host wait for it."""
+    step()  # the first run of a kernel may load it, which waits once
+    torch.cuda.synchronize()
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:
         step()
     except RuntimeError as error:
-        if "synchroniz" not in str(error):
+        if "synchroniz" not in str(error).lower():
             raise
         return True
     finally:

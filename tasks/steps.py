@@ -124,7 +124,7 @@ def _raise_if_kept(run: Run, error: BoxError) -> None:
 
 
 def _raise_if_hopeless(run: Run, error: BoxError) -> None:
-    """A failed check, install or transfer that is not the host's fault fails on every box: three in a row have been paid for that.
+    """A failed check, install or transfer that is not the host's fault fails on every box alike, and each is paid for.
 
     What looks like the image's fault is believed when a second machine says the same: a registry may refuse one address only, and a
     compatibility library stands in the way of some drivers only.
