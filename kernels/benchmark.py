@@ -3,9 +3,10 @@
     python -m kernels.benchmark [--out RESULTS.md] [--rows 35B:4096,...] [--quick]
 
 Every path runs forward and backward on the same fresh random data and uneven routing: x, router weights and both factors of both projections
-get gradients. Times are medians of CUDA events; each path gets the better of eager calls and a captured graph. Like with like, all have bfloat16
-factors, each in the layout it likes best, and hand their gradients out in bfloat16. "ours, training" is what a run really does, and more work: float32
-masters in PEFT's layout, gradients added to their .grad in float32.
+get gradients. Times are medians of CUDA events over rounds in which every path has its turn; each path gets the better of eager calls and a
+captured graph. A turn is a few calls on a rested card; "sustained" is without any rest, when the card has lowered its clock. Like with like,
+all have bfloat16 factors, each in the layout it likes best, and hand their gradients out in bfloat16.
+"ours, training" is what a run really does, and more work: float32 masters in PEFT's layout, gradients added to their .grad in float32.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from kernels.moe_lora import PORTABLE, Plan, experts_with_lora, plan_for
 BANDWIDTH_TBS, RATE_TFLOPS = 4.3, 790.0
 """An H200's copy bandwidth and bf16 matrix rate as measured on random data: what the floor is reckoned from."""
 RANK, TOP_K, SCALE, SKEW = 32, 8, 2.0, 0.5
+REST_S, SETTLE_S = 0.2, 1.0
 MOST_ERROR = 5e-3
 MOST_PEER_ERROR = 1e-2
 
@@ -75,7 +77,9 @@ class Result:
     eager_ms: float = float("nan")
     graph_ms: float = float("nan")
     spread_pct: float = float("nan")
+    sustained_ms: float = float("nan")
     issue_ms: float = float("nan")
+    graph_issue_ms: float = float("nan")
     kept_gb: float = float("nan")
     peak_gb: float = float("nan")
     errors: dict[str, float] = field(default_factory=dict)
@@ -227,34 +231,68 @@ def paths(case: Case, quick: bool) -> dict[str, Callable[[], Ours | Peer]]:
     return made
 
 
-def measure(name: str, path: Ours | Peer, wanted: dict[str, Tensor], repeats: int) -> Result:
+@dataclass
+class Runner:
+    """One path that has shown its results, ready to be timed in its turn."""
+
+    result: Result
+    eager: Callable[[], None]
+    graph: Callable[[], None] | None
+    rounds: list[tuple[float, float]] = field(default_factory=list)
+    """(eager, graph) ms of each round."""
+
+    def take_turn(self, calls: int) -> None:
+        eager = _rested_ms(self.eager, calls)
+        self.rounds.append((eager, _rested_ms(self.graph, calls) if self.graph else float("nan")))
+
+    def finish(self) -> Result:
+        result = self.result
+        eager, graph = zip(*self.rounds, strict=True)
+        result.eager_ms, result.graph_ms = statistics.median(eager), statistics.median(graph)
+        best = graph if result.graph_ms < result.eager_ms else eager
+        result.spread_pct = 100 * (max(best) - min(best)) / statistics.median(best)
+        result.sustained_ms = _sustained_ms(self.graph if best is graph and self.graph else self.eager, result.best_ms)
+        return result
+
+
+def prepare(name: str, path: Ours | Peer, wanted: dict[str, Tensor]) -> Runner:
+    """Everything about a path but its time: errors, memory, what it costs the host, its graph if it can have one."""
     result = Result(name)
     seen = path.results()
     result.errors = {key: reference.relative_error(seen[key], wanted[key]) for key in reference.RESULTS}
     del seen
 
-    step = path.step
     for _ in range(3):
-        step()
+        path.step()
     result.kept_gb, result.peak_gb = _memory(path)
-    result.forward_ms = _median_ms(path.forward, repeats)[0]
-    result.issue_ms = _issue_ms(step)
-    result.eager_ms, result.spread_pct = _median_ms(step, repeats)
+    result.forward_ms = _median_ms(path.forward, 7)
+    result.issue_ms = _issue_ms(path.step)
     try:
-        graph = _capture(step)
+        graph = _capture(path.step)
     except Exception as error:  # noqa: BLE001 - whatever a peer does that no graph may hold: it keeps its eager time, and the table says so
         result.note = f"no graph: {str(error).splitlines()[0][:60]}"
         torch.cuda.synchronize()
-    else:
-        graph_ms, graph_spread = _median_ms(graph.replay, repeats)
-        result.graph_ms = graph_ms
-        if graph_ms < result.eager_ms:
-            result.spread_pct = graph_spread
-    return result
+        return Runner(result, path.step, None)
+    result.graph_issue_ms = _issue_ms(graph.replay)
+    return Runner(result, path.step, graph.replay)
 
 
-def _median_ms(call: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """Median and (max − min) / median in percent, one pair of events a call."""
+def _rested_ms(call: Callable[[], object], calls: int) -> float:
+    """Every turn begins on a card that has done nothing for the same while: else whoever follows a path that tires it less gains by that."""
+    torch.cuda.synchronize()
+    time.sleep(REST_S)
+    return _median_ms(call, calls)
+
+
+def _sustained_ms(call: Callable[[], object], ms: float) -> float:
+    """With no rest at all, once the card's clock has settled: what a layer would take if a step were made of nothing else."""
+    for _ in range(int(SETTLE_S * 1e3 / ms) + 1):
+        call()
+    return _median_ms(call, 5)
+
+
+def _median_ms(call: Callable[[], object], repeats: int) -> float:
+    """Median of one pair of events a call."""
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     call()
     torch.cuda.synchronize()
@@ -263,9 +301,7 @@ def _median_ms(call: Callable[[], object], repeats: int) -> tuple[float, float]:
         call()
         end.record()
     torch.cuda.synchronize()
-    times = [start.elapsed_time(end) for start, end in events]
-    middle = statistics.median(times)
-    return middle, 100 * (max(times) - min(times)) / middle
+    return statistics.median(start.elapsed_time(end) for start, end in events)
 
 
 def _issue_ms(step: Callable[[], None], calls: int = 10) -> float:
@@ -304,20 +340,24 @@ def _capture(step: Callable[[], None]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def run_row(shape: Shape, T: int, quick: bool, repeats: int) -> list[Result]:
+def run_row(shape: Shape, T: int, quick: bool, rounds: int) -> list[Result]:
     case = make_case(shape, T, seed=int(time.time()) % 2**31)
     wanted = reference.all_results(
         case.x, case.expert, case.weight, case.w1, case.w2, case.factors, SCALE, case.dout, torch.float64
     )
     torch.cuda.empty_cache()
-    results = []
+    runners: list[Runner] = []
+    slow: list[Runner] = []
     for name, make in paths(case, quick).items():
-        path = make()
-        slow = name in ("as PEFT computes it", "host loop")
-        results.append(measure(name, path, wanted, repeats=5 if slow else repeats))
-        del path
-        torch.cuda.empty_cache()
-    return results
+        runner = prepare(name, make(), wanted)
+        (slow if name == "host loop" else runners).append(runner)
+    # Turn by turn, for a card lowers its clock as it grows hot.
+    for _ in range(rounds):
+        for runner in runners:
+            runner.take_turn(calls=7)
+    for runner in slow:
+        runner.take_turn(calls=3)
+    return [runner.finish() for runner in (*runners, *slow)]
 
 
 def wrong(results: list[Result]) -> list[str]:
@@ -338,13 +378,14 @@ def table(shape: Shape, T: int, results: list[Result]) -> str:
     floor = shape.floor_ms(T)
     lines = [
         f"**{shape.name}, {T} tokens**: floor {floor:.3f} ms, ours {ours.best_ms:.3f} ms ({100 * floor / ours.best_ms:.0f} % of floor), "
-        f"best peer {best.path} {best.best_ms:.3f} ms, **{best.best_ms / ours.best_ms:.2f} ×**",
+        f"best peer {best.path} {best.best_ms:.3f} ms, **{best.best_ms / ours.best_ms:.2f} ×** "
+        f"(sustained {ours.sustained_ms:.3f} and {best.sustained_ms:.3f} ms, {best.sustained_ms / ours.sustained_ms:.2f} ×)",
         "",
-        "| path | forward ms | fwd+bwd eager ms | graph ms | spread % | issue ms | kept GB | peak GB | worst error | ours is | note |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| path | forward ms | fwd+bwd eager ms | graph ms | spread % | sustained ms | issue ms, eager | graph | kept GB | peak GB | worst error | ours is | note |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r.path} | {r.forward_ms:.3f} | {r.eager_ms:.3f} | {r.graph_ms:.3f} | {r.spread_pct:.1f} | {r.issue_ms:.2f} | {r.kept_gb:.3f} "
+        f"| {r.path} | {r.forward_ms:.3f} | {r.eager_ms:.3f} | {r.graph_ms:.3f} | {r.spread_pct:.1f} | {r.sustained_ms:.3f} | {r.issue_ms:.2f} | {r.graph_issue_ms:.2f} | {r.kept_gb:.3f} "
         f"| {r.peak_gb:.2f} | {r.worst_error:.1e} | {r.best_ms / ours.best_ms:.2f} × | {r.note} |".replace("nan", "-")
         for r in results
     ]
@@ -368,7 +409,7 @@ def main(argv: list[str] | None = None) -> int:
         "--rows", default=",".join(f"{name}:{T}" for name, T in ROWS), help="shape:tokens, comma-separated"
     )
     parser.add_argument("--quick", action="store_true", help="leave the two slow peers out")
-    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=7, help="turns of every path, of 7 calls each")
     options = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("no CUDA card here; run it on one", file=sys.stderr)
@@ -377,7 +418,7 @@ def main(argv: list[str] | None = None) -> int:
     print(parts[0], flush=True)
     for row in options.rows.split(","):
         name, T = row.split(":")
-        results = run_row(SHAPES[name], int(T), options.quick, options.repeats)
+        results = run_row(SHAPES[name], int(T), options.quick, options.rounds)
         if faults := wrong(results):
             red += [f"{row} {fault}" for fault in faults]
             print("\n".join([f"{row}: results are wrong, so no table:", *faults]), file=sys.stderr, flush=True)

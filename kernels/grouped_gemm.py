@@ -21,6 +21,7 @@ from kernels.launch import Launcher, ceil_div, power_of_2
 _COUNT_BLOCK = 128  # slots that one program of the sort places
 _COUNT_BLOCKS = 4  # blocks that one program counts
 _SCAN_EXPERTS = 16  # experts whose starts one program of the scan works out
+MAP_WIDTH = 8  # numbers that describe a row tile
 _MAP_TILES = 32  # row tiles that one program of the map describes
 
 
@@ -33,7 +34,8 @@ class Routing:
     starts_E1: Tensor
     """int32 [E + 1]: first row of each expert, and M."""
     low: Tensor
-    """The map of tiles of the first height: int32, four a tile: expert (E if unused), its first tile, how many it has, its first row."""
+    """The map of tiles of the first height: int32, eight a tile: expert (E if unused), its first tile, how many it has, its first row, its end;
+    three are unused, so that one load brings all of it: each load that waits for another costs a tile half a microsecond before it begins."""
     high: Tensor
     """The map of tiles of the second height."""
     heights: tuple[int, int]
@@ -41,7 +43,7 @@ class Routing:
     def map(self, height: int) -> tuple[Tensor, int]:
         """The map for tiles of this height, and the most tiles that it may hold."""
         tiles = self.low if height == self.heights[0] else self.high
-        return tiles, tiles.shape[0] // 4
+        return tiles, tiles.shape[0] // MAP_WIDTH
 
 
 def route(expert_Tk: Tensor, experts: int, heights: tuple[int, int], launch: Launcher) -> Routing:
@@ -56,7 +58,12 @@ def route(expert_Tk: Tensor, experts: int, heights: tuple[int, int], launch: Lau
 
     totals_E = torch.zeros(E2, dtype=torch.int32, device=device)
     counts, bases = ints(blocks * E2), ints(blocks * E2)
-    order_M, starts_E1, low_tiles, high_tiles = ints(M), ints(experts + 1), ints(4 * low), ints(4 * high)
+    order_M, starts_E1, low_tiles, high_tiles = (
+        ints(M),
+        ints(experts + 1),
+        ints(MAP_WIDTH * low),
+        ints(MAP_WIDTH * high),
+    )
     launch(
         _count,
         (blocks // _COUNT_BLOCKS,),
@@ -135,7 +142,7 @@ def thin_product(
         _thin,
         (most * tile.split,),
         (
-            *(rows, factor, out_PR, routing.order_M, tiles, routing.starts_E1, scale),
+            *(rows, factor, out_PR, routing.order_M, tiles, scale),
             *(K, R, experts, top_k, height // tile.split, largest_tile(K, tile.k), *strides, gather, tile.split),
         ),
         {"num_warps": tile.warps, "num_stages": tile.stages},
@@ -240,21 +247,24 @@ def _describe(part, starts, tiles, most, E: tl.constexpr, E2: tl.constexpr, HEIG
     first = tl.sum(tl.where(each[None, :] < e[:, None], need[None, :], 0), 1)
     have = tl.sum(tl.where(each[None, :] == e[:, None], need[None, :], 0), 1)
     inside = tile < most
-    tl.store(tiles + tile * 4, tl.minimum(e, E), mask=inside)
-    tl.store(tiles + tile * 4 + 1, first, mask=inside)
-    tl.store(tiles + tile * 4 + 2, have, mask=inside)
-    tl.store(tiles + tile * 4 + 3, tl.load(starts + e, mask=inside & (e < E), other=0), mask=inside)
+    used = inside & (e < E)
+    at = tiles + tile * 8
+    tl.store(at, tl.minimum(e, E), mask=inside)
+    tl.store(at + 1, first, mask=inside)
+    tl.store(at + 2, have, mask=inside)
+    tl.store(at + 3, tl.load(starts + e, mask=used, other=0), mask=inside)
+    tl.store(at + 4, tl.load(starts + e + 1, mask=used, other=0), mask=inside)
 
 
 @triton.jit
 def locate(program, tiles, N_TILES: tl.constexpr, TILE_ROWS: tl.constexpr):
-    """(expert, first row, column tile) of a program. Within an expert the row tiles are innermost, so its weights stay in the cache."""
-    t = program // N_TILES
-    e = tl.load(tiles + t * 4)
-    first = tl.load(tiles + t * 4 + 1)
-    have = tl.maximum(tl.load(tiles + t * 4 + 2), 1)
+    """(expert, first row, its expert's end, column tile) of a program. Within an expert the row tiles are innermost, so its weights stay in the
+    cache."""
+    at = tiles + (program // N_TILES) * 8
+    e, first, have, start, end = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    have = tl.maximum(have, 1)
     local = program - first * N_TILES
-    return e, tl.load(tiles + t * 4 + 3) + (local % have) * TILE_ROWS, local // have
+    return e, start + (local % have) * TILE_ROWS, end, local // have
 
 
 @triton.jit
@@ -264,7 +274,6 @@ def _thin(
     out,
     order,
     tiles,
-    starts,
     scale,
     K: tl.constexpr,
     R: tl.constexpr,
@@ -277,10 +286,9 @@ def _thin(
     GATHER: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    e, row0, _ = locate(tl.program_id(0) // SPLIT, tiles, 1, BM * SPLIT)
+    e, row0, end, _ = locate(tl.program_id(0) // SPLIT, tiles, 1, BM * SPLIT)
     if e >= E:
         return
-    end = tl.load(starts + e + 1)
     row0 += (tl.program_id(0) % SPLIT) * BM
     if row0 >= end:
         return

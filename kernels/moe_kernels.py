@@ -20,6 +20,10 @@ import triton.language as tl
 
 from kernels.grouped_gemm import locate
 
+# Up to this rank the LoRA term's operands are loaded before the loop of products, else a tile's end waits for them: beside the loop's own buffers
+# there is shared memory for no more.
+EARLY_RANK = tl.constexpr(32)
+
 
 @triton.jit
 def up(
@@ -31,7 +35,6 @@ def up(
     act,
     order,
     tiles,
-    starts,
     H: tl.constexpr,
     I: tl.constexpr,
     E: tl.constexpr,
@@ -46,19 +49,14 @@ def up(
     KEEP: tl.constexpr,
 ):
     """act = silu(gate) · up of the gathered rows, and h = (gate, up) if the backward pass will want it."""
-    e, row0, n = locate(tl.program_id(0), tiles, I // BN, BM + TALL * BM // 2)
+    tl.static_assert(not TALL, "gathered loads eat what a taller tile gains")
+    e, row0, end, n = locate(tl.program_id(0), tiles, I // BN, BM)
     if e >= E:
         return
-    end = tl.load(starts + e + 1)
     if end - row0 <= BM // 2:
-        _up(x, w, xa, b, h, act, order, e, row0, end, n, H, I, E, R, TOP_K, BM // 2, BN, BK, False, TMA, LORA, KEEP)
-    elif TALL:
-        if end - row0 <= BM:
-            _up(x, w, xa, b, h, act, order, e, row0, end, n, H, I, E, R, TOP_K, BM, BN, BK, False, TMA, LORA, KEEP)
-        else:
-            _up(x, w, xa, b, h, act, order, e, row0, end, n, H, I, E, R, TOP_K, BM, BN, BK, True, TMA, LORA, KEEP)
+        _up(x, w, xa, b, h, act, order, e, row0, end, n, H, I, E, R, TOP_K, BM // 2, BN, BK, TMA, LORA, KEEP)
     else:
-        _up(x, w, xa, b, h, act, order, e, row0, end, n, H, I, E, R, TOP_K, BM, BN, BK, False, TMA, LORA, KEEP)
+        _up(x, w, xa, b, h, act, order, e, row0, end, n, H, I, E, R, TOP_K, BM, BN, BK, TMA, LORA, KEEP)
 
 
 @triton.jit
@@ -82,76 +80,40 @@ def _up(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    TALL: tl.constexpr,
     TMA: tl.constexpr,
     LORA: tl.constexpr,
     KEEP: tl.constexpr,
 ):
+    J: tl.constexpr = 2 * I
     n0 = n * BN
-    ns, ks = tl.arange(0, BN), tl.arange(0, BK)
-    w_row = e * (2 * I) + n0
-    x_at = x + _tokens(order, row0, end, TOP_K, BM)[:, None].to(tl.int64) * H + ks[None, :]
+    ns, ks, rs = tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, R)
+    w_row = e * J + n0
+    x_at = x + (_slots(order, row0, end, BM) // TOP_K)[:, None].to(tl.int64) * H + ks[None, :]
+    xa_at = _grouped(xa, row0, rs, R, BM)
+    b_at = b + e.to(tl.int64) * J + n0 + (rs[:, None] * (E * J) + ns[None, :])
+    if LORA and R <= EARLY_RANK:
+        xa_tile, b_gate, b_up = tl.load(xa_at), tl.load(b_at), tl.load(b_at + I)
     gate, up_ = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
-    if TALL:
-        x_at2 = x + _tokens(order, row0 + BM, end, TOP_K, BM // 2)[:, None].to(tl.int64) * H + ks[None, :]
-        gate2, up2 = tl.zeros((BM // 2, BN), tl.float32), tl.zeros((BM // 2, BN), tl.float32)
     if not TMA:
         w_at = w + w_row.to(tl.int64) * H + (ns[:, None] * H + ks[None, :])
     for k in range(0, H, BK):
-        x_tile = tl.load(x_at + k)
+        # The weights first: their addresses are known at once, and they come from the farthest.
         if TMA:
             w_gate, w_up = w.load([w_row, k]).T, w.load([w_row + I, k]).T
         else:
             w_gate, w_up = tl.load(w_at + k).T, tl.load(w_at + I * H + k).T
+        x_tile = tl.load(x_at + k)
         gate = tl.dot(x_tile, w_gate, gate)
         up_ = tl.dot(x_tile, w_up, up_)
-        if TALL:
-            x_tile2 = tl.load(x_at2 + k)
-            gate2 = tl.dot(x_tile2, w_gate, gate2)
-            up2 = tl.dot(x_tile2, w_up, up2)
-    _up_end(gate, up_, xa, b, h, act, e, row0, end, n0, I, E, R, BM, BN, LORA, KEEP)
-    if TALL:
-        _up_end(gate2, up2, xa, b, h, act, e, row0 + BM, end, n0, I, E, R, BM // 2, BN, LORA, KEEP)
-
-
-@triton.jit
-def _tokens(order, row0, end, TOP_K: tl.constexpr, BM: tl.constexpr):
-    i = tl.arange(0, BM)
-    return tl.load(order + row0 + i, mask=row0 + i < end, other=0) // TOP_K
-
-
-@triton.jit
-def _up_end(
-    gate,
-    up_,
-    xa,
-    b,
-    h,
-    act,
-    e,
-    row0,
-    end,
-    n0,
-    I: tl.constexpr,
-    E: tl.constexpr,
-    R: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    LORA: tl.constexpr,
-    KEEP: tl.constexpr,
-):
-    J: tl.constexpr = 2 * I
-    i, ns = tl.arange(0, BM), tl.arange(0, BN)
-    first = row0.to(tl.int64)
     if LORA:
-        rs = tl.arange(0, R)
-        xa_tile = tl.load(xa + first * R + (i[:, None] * R + rs[None, :]))
-        b_at = b + e.to(tl.int64) * J + n0 + (rs[:, None] * (E * J) + ns[None, :])
-        gate = tl.dot(xa_tile, tl.load(b_at), gate)
-        up_ = tl.dot(xa_tile, tl.load(b_at + I), up_)
+        if R > EARLY_RANK:
+            xa_tile, b_gate, b_up = tl.load(xa_at), tl.load(b_at), tl.load(b_at + I)
+        gate = tl.dot(xa_tile, b_gate, gate)
+        up_ = tl.dot(xa_tile, b_up, up_)
     dtype = act.dtype.element_ty
     # The backward pass reads both rounded, so the activation is made of the rounded ones: else its gradient would be of another function.
     gate, up_ = gate.to(dtype), up_.to(dtype)
+    i, first = tl.arange(0, BM), row0.to(tl.int64)
     mask = (row0 + i < end)[:, None]
     if KEEP:
         h_at = h + first * J + n0 + (i[:, None] * J + ns[None, :])
@@ -160,6 +122,23 @@ def _up_end(
     g = gate.to(tl.float32)
     value = g * tl.sigmoid(g) * up_.to(tl.float32)
     tl.store(act + first * I + n0 + (i[:, None] * I + ns[None, :]), value.to(dtype), mask=mask)
+
+
+@triton.jit
+def _grouped(rows, row0, ks, WIDTH: tl.constexpr, BM: tl.constexpr):
+    return rows + row0.to(tl.int64) * WIDTH + (tl.arange(0, BM)[:, None] * WIDTH + ks[None, :])
+
+
+@triton.jit
+def _slots(order, row0, end, BM: tl.constexpr):
+    """Asked for before the loop of products: after it, the tile's end would wait for them."""
+    i = tl.arange(0, BM)
+    return tl.load(order + row0 + i, mask=row0 + i < end, other=0)
+
+
+@triton.jit
+def _shares(weight, slot, row0, end, BM: tl.constexpr):
+    return tl.load(weight + slot, mask=row0 + tl.arange(0, BM) < end, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -173,7 +152,6 @@ def down(
     weight,
     order,
     tiles,
-    starts,
     H: tl.constexpr,
     I: tl.constexpr,
     E: tl.constexpr,
@@ -186,10 +164,9 @@ def down(
     LORA: tl.constexpr,
 ):
     """y[slot] = router weight · down projection of the row, put back to slot order."""
-    e, row0, n = locate(tl.program_id(0), tiles, H // BN, BM + TALL * BM // 2)
+    e, row0, end, n = locate(tl.program_id(0), tiles, H // BN, BM + TALL * BM // 2)
     if e >= E:
         return
-    end = tl.load(starts + e + 1)
     if end - row0 <= BM // 2:
         _down(
             act_half,
@@ -252,8 +229,12 @@ def _down(
     n0 = n * BN
     ns, ks = tl.arange(0, BN), tl.arange(0, BK)
     w_row = e * H + n0
+    slot = _slots(order, row0, end, BM)
+    share = _shares(weight, slot, row0, end, BM)
     total = tl.zeros((BM, BN), tl.float32)
     if TALL:
+        slot2 = _slots(order, row0 + BM, end, BM // 2)
+        share2 = _shares(weight, slot2, row0 + BM, end, BM // 2)
         total2 = tl.zeros((BM // 2, BN), tl.float32)
     if not TMA:
         act_at = _grouped(act, row0, ks, I, BM)
@@ -262,9 +243,9 @@ def _down(
             act_at2 = _grouped(act, row0 + BM, ks, I, BM // 2)
     for k in range(0, I, BK):
         if TMA:
-            act_tile, w_tile = act.load([row0, k]), w.load([w_row, k]).T
+            w_tile, act_tile = w.load([w_row, k]).T, act.load([row0, k])
         else:
-            act_tile, w_tile = tl.load(act_at + k), tl.load(w_at + k).T
+            w_tile, act_tile = tl.load(w_at + k).T, tl.load(act_at + k)
         total = tl.dot(act_tile, w_tile, total)
         if TALL:
             if TMA:
@@ -272,14 +253,9 @@ def _down(
             else:
                 act_tile2 = tl.load(act_at2 + k)
             total2 = tl.dot(act_tile2, w_tile, total2)
-    _down_end(total, xa, b, y, weight, order, e, row0, end, n0, H, E, R, BM, BN, LORA)
+    _down_end(total, xa, b, y, slot, share, e, row0, end, n0, H, E, R, BM, BN, LORA)
     if TALL:
-        _down_end(total2, xa, b, y, weight, order, e, row0 + BM, end, n0, H, E, R, BM // 2, BN, LORA)
-
-
-@triton.jit
-def _grouped(rows, row0, ks, WIDTH: tl.constexpr, BM: tl.constexpr):
-    return rows + row0.to(tl.int64) * WIDTH + (tl.arange(0, BM)[:, None] * WIDTH + ks[None, :])
+        _down_end(total2, xa, b, y, slot2, share2, e, row0 + BM, end, n0, H, E, R, BM // 2, BN, LORA)
 
 
 @triton.jit
@@ -288,8 +264,8 @@ def _down_end(
     xa,
     b,
     y,
-    weight,
-    order,
+    slot,
+    share,
     e,
     row0,
     end,
@@ -307,8 +283,6 @@ def _down_end(
         rs = tl.arange(0, R)
         b_at = b + e.to(tl.int64) * H + n0 + (rs[:, None] * (E * H) + ns[None, :])
         total = tl.dot(tl.load(_grouped(xa, row0, rs, R, BM)), tl.load(b_at), total)
-    slot = tl.load(order + row0 + i, mask=inside, other=0)
-    share = tl.load(weight + slot, mask=inside, other=0.0).to(tl.float32)
     y_at = y + slot[:, None].to(tl.int64) * H + (n0 + ns)[None, :]
     tl.store(y_at, (total * share[:, None]).to(y.dtype.element_ty), mask=inside[:, None])
 
@@ -326,7 +300,6 @@ def down_backward(
     weight,
     order,
     tiles,
-    starts,
     H: tl.constexpr,
     I: tl.constexpr,
     E: tl.constexpr,
@@ -343,30 +316,19 @@ def down_backward(
 
     The gradient of a router weight is <dout, y/weight> = <dact/weight, act>: so y is never kept.
     """
-    e, row0, n = locate(tl.program_id(0), tiles, I // BN, BM + TALL * BM // 2)
+    tl.static_assert(not TALL, "the end of a taller tile does not fit the registers")
+    e, row0, end, n = locate(tl.program_id(0), tiles, I // BN, BM)
     if e >= E:
         return
-    end = tl.load(starts + e + 1)
     if end - row0 <= BM // 2:
         _down_backward(
             dout, w, u, a, h, dh, act, dweight_parts, weight, order, e, row0, end, n,
-            H, I, R, TOP_K, BM // 2, BN, BK, False, TMA, LORA,
+            H, I, R, TOP_K, BM // 2, BN, BK, TMA, LORA,
         )  # fmt: skip
-    elif TALL:
-        if end - row0 <= BM:
-            _down_backward(
-                dout, w, u, a, h, dh, act, dweight_parts, weight, order, e, row0, end, n,
-                H, I, R, TOP_K, BM, BN, BK, False, TMA, LORA,
-            )  # fmt: skip
-        else:
-            _down_backward(
-                dout, w, u, a, h, dh, act, dweight_parts, weight, order, e, row0, end, n,
-                H, I, R, TOP_K, BM, BN, BK, True, TMA, LORA,
-            )  # fmt: skip
     else:
         _down_backward(
             dout, w, u, a, h, dh, act, dweight_parts, weight, order, e, row0, end, n,
-            H, I, R, TOP_K, BM, BN, BK, False, TMA, LORA,
+            H, I, R, TOP_K, BM, BN, BK, TMA, LORA,
         )  # fmt: skip
 
 
@@ -393,18 +355,20 @@ def _down_backward(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    TALL: tl.constexpr,
     TMA: tl.constexpr,
     LORA: tl.constexpr,
 ):
     n0 = n * BN
-    ns, ks = tl.arange(0, BN), tl.arange(0, BK)
+    ns, ks, rs = tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, R)
     w_row = e * H
-    dout_at = dout + _tokens(order, row0, end, TOP_K, BM)[:, None].to(tl.int64) * H + ks[None, :]
+    slot = _slots(order, row0, end, BM)
+    share = _shares(weight, slot, row0, end, BM)
+    dout_at = dout + (slot // TOP_K)[:, None].to(tl.int64) * H + ks[None, :]
+    u_at = _grouped(u, row0, rs, R, BM)
+    a_at = a + (e * R).to(tl.int64) * I + n0 + (rs[:, None] * I + ns[None, :])
+    if LORA and R <= EARLY_RANK:
+        u_tile, a_tile = tl.load(u_at), tl.load(a_at)
     dact = tl.zeros((BM, BN), tl.float32)
-    if TALL:
-        dout_at2 = dout + _tokens(order, row0 + BM, end, TOP_K, BM // 2)[:, None].to(tl.int64) * H + ks[None, :]
-        dact2 = tl.zeros((BM // 2, BN), tl.float32)
     if not TMA:
         w_at = w + w_row.to(tl.int64) * I + n0 + (ks[:, None] * I + ns[None, :])
     for k in range(0, H, BK):
@@ -413,63 +377,60 @@ def _down_backward(
         else:
             w_tile = tl.load(w_at + k * I)
         dact = tl.dot(tl.load(dout_at + k), w_tile, dact)
-        if TALL:
-            dact2 = tl.dot(tl.load(dout_at2 + k), w_tile, dact2)
-    if TALL:  # the lower part first: its sums are then out of the registers when the larger part wants them
-        _down_backward_end(
-            dact2, u, a, h, dh, act, dweight_parts, weight, order, e, row0 + BM, end, n, I, R, BM // 2, BN, LORA
-        )
-    _down_backward_end(dact, u, a, h, dh, act, dweight_parts, weight, order, e, row0, end, n, I, R, BM, BN, LORA)
+    if LORA:
+        if R > EARLY_RANK:
+            u_tile, a_tile = tl.load(u_at), tl.load(a_at)
+        dact = tl.dot(u_tile, a_tile, dact)
+    _down_backward_end(dact, h, dh, act, dweight_parts, slot, share, row0, end, n, I, BM, BN)
 
 
 @triton.jit
 def _down_backward_end(
     dact,
-    u,
-    a,
     h,
     dh,
     act,
     dweight_parts,
-    weight,
-    order,
-    e,
+    slot,
+    share,
     row0,
     end,
     n,
     I: tl.constexpr,
-    R: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
-    LORA: tl.constexpr,
 ):
     n0 = n * BN
-    i, ns = tl.arange(0, BM), tl.arange(0, BN)
+    i = tl.arange(0, BM)
     inside = row0 + i < end
     first = row0.to(tl.int64)
-    if LORA:
-        rs = tl.arange(0, R)
-        a_at = a + (e * R).to(tl.int64) * I + n0 + (rs[:, None] * I + ns[None, :])
-        dact = tl.dot(tl.load(_grouped(u, row0, rs, R, BM)), tl.load(a_at), dact)
-    slot = tl.load(order + row0 + i, mask=inside, other=0)
-    share = tl.load(weight + slot, mask=inside, other=0.0).to(tl.float32)
-    # In quarters of the columns: whole, the SwiGLU's operands do not fit the registers and spill kilobytes a thread.
+    # In eighths of the columns: whole, the SwiGLU's operands do not fit the registers and spill kilobytes a thread. Each eighth is asked for
+    # before the one before it is worked on: no load may pass a store, so else each would wait for memory by itself.
+    Q: tl.constexpr = BN // 8
+    gate0, up0 = _pre_activations(h, first, n0, i, inside, I, Q)
     half0, half1 = _halves(dact, BM, BN)
     q0, q1 = _halves(half0, BM, BN // 2)
+    d0, d1 = _halves(q0, BM, BN // 4)
+    gate1, up1 = _pre_activations(h, first, n0 + Q, i, inside, I, Q)
+    part = _swiglu_backward(d0, gate0, up0, dh, act, first, n0, i, share, inside, I, Q)
+    gate0, up0 = _pre_activations(h, first, n0 + 2 * Q, i, inside, I, Q)
+    part += _swiglu_backward(d1, gate1, up1, dh, act, first, n0 + Q, i, share, inside, I, Q)
+    d0, d1 = _halves(q1, BM, BN // 4)
+    gate1, up1 = _pre_activations(h, first, n0 + 3 * Q, i, inside, I, Q)
+    part += _swiglu_backward(d0, gate0, up0, dh, act, first, n0 + 2 * Q, i, share, inside, I, Q)
+    gate0, up0 = _pre_activations(h, first, n0 + 4 * Q, i, inside, I, Q)
+    part += _swiglu_backward(d1, gate1, up1, dh, act, first, n0 + 3 * Q, i, share, inside, I, Q)
     q2, q3 = _halves(half1, BM, BN // 2)
-    Q: tl.constexpr = BN // 4
-    part = _quarter(q0, h, dh, act, first, n0, i, share, inside, I, BM, Q)
-    part += _quarter(q1, h, dh, act, first, n0 + Q, i, share, inside, I, BM, Q)
-    part += _quarter(q2, h, dh, act, first, n0 + 2 * Q, i, share, inside, I, BM, Q)
-    part += _quarter(q3, h, dh, act, first, n0 + 3 * Q, i, share, inside, I, BM, Q)
+    d0, d1 = _halves(q2, BM, BN // 4)
+    gate1, up1 = _pre_activations(h, first, n0 + 5 * Q, i, inside, I, Q)
+    part += _swiglu_backward(d0, gate0, up0, dh, act, first, n0 + 4 * Q, i, share, inside, I, Q)
+    gate0, up0 = _pre_activations(h, first, n0 + 6 * Q, i, inside, I, Q)
+    part += _swiglu_backward(d1, gate1, up1, dh, act, first, n0 + 5 * Q, i, share, inside, I, Q)
+    d0, d1 = _halves(q3, BM, BN // 4)
+    gate1, up1 = _pre_activations(h, first, n0 + 7 * Q, i, inside, I, Q)
+    part += _swiglu_backward(d0, gate0, up0, dh, act, first, n0 + 6 * Q, i, share, inside, I, Q)
+    part += _swiglu_backward(d1, gate1, up1, dh, act, first, n0 + 7 * Q, i, share, inside, I, Q)
     tl.store(dweight_parts + slot * (I // BN) + n, part, mask=inside)
-
-
-@triton.jit
-def _quarter(q, h, dh, act, first, n0, i, share, inside, I: tl.constexpr, BM: tl.constexpr, Q: tl.constexpr):
-    a, b = _halves(q, BM, Q)
-    part = _swiglu_backward(a, h, dh, act, first, n0, i, share, inside, I, Q // 2)
-    return part + _swiglu_backward(b, h, dh, act, first, n0 + Q // 2, i, share, inside, I, Q // 2)
 
 
 @triton.jit
@@ -478,14 +439,20 @@ def _halves(tile, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _swiglu_backward(dact, h, dh, act, first, n0, i, share, inside, I: tl.constexpr, BN: tl.constexpr):
+def _pre_activations(h, first, n0, i, inside, I: tl.constexpr, BN: tl.constexpr):
+    J: tl.constexpr = 2 * I
+    at = h + first * J + (i[:, None] * J + (n0 + tl.arange(0, BN))[None, :])
+    return tl.load(at, mask=inside[:, None], other=0.0), tl.load(at + I, mask=inside[:, None], other=0.0)
+
+
+@triton.jit
+def _swiglu_backward(dact, gate, up_, dh, act, first, n0, i, share, inside, I: tl.constexpr, BN: tl.constexpr):
     J: tl.constexpr = 2 * I
     cols = n0 + tl.arange(0, BN)
     at = first * J + (i[:, None] * J + cols[None, :])
     mask = inside[:, None]
     dtype = dh.dtype.element_ty
-    gate = tl.load(h + at, mask=mask, other=0.0).to(tl.float32)
-    up_ = tl.load(h + I + at, mask=mask, other=0.0).to(tl.float32)
+    gate, up_ = gate.to(tl.float32), up_.to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
     value = (silu * up_).to(dtype)
@@ -507,7 +474,6 @@ def up_backward(
     dx_slots,
     order,
     tiles,
-    starts,
     H: tl.constexpr,
     I: tl.constexpr,
     E: tl.constexpr,
@@ -520,10 +486,9 @@ def up_backward(
     LORA: tl.constexpr,
 ):
     """dx of each row, put back to slot order."""
-    e, row0, n = locate(tl.program_id(0), tiles, H // BN, BM + TALL * BM // 2)
+    e, row0, end, n = locate(tl.program_id(0), tiles, H // BN, BM + TALL * BM // 2)
     if e >= E:
         return
-    end = tl.load(starts + e + 1)
     if end - row0 <= BM // 2:
         _up_backward(
             dh_half, dh_half, w, v, a, dx_slots, order, e, row0, end, n, H, I, R, BM // 2, BN, BK, False, TMA, LORA
@@ -564,8 +529,10 @@ def _up_backward(
     n0 = n * BN
     ns, ks = tl.arange(0, BN), tl.arange(0, BK)
     w_row = e * J
+    slot = _slots(order, row0, end, BM)
     total = tl.zeros((BM, BN), tl.float32)
     if TALL:
+        slot2 = _slots(order, row0 + BM, end, BM // 2)
         total2 = tl.zeros((BM // 2, BN), tl.float32)
     if not TMA:
         dh_at = _grouped(dh, row0, ks, J, BM)
@@ -574,9 +541,9 @@ def _up_backward(
             dh_at2 = _grouped(dh, row0 + BM, ks, J, BM // 2)
     for k in range(0, J, BK):
         if TMA:
-            dh_tile, w_tile = dh.load([row0, k]), w.load([w_row + k, n0])
+            w_tile, dh_tile = w.load([w_row + k, n0]), dh.load([row0, k])
         else:
-            dh_tile, w_tile = tl.load(dh_at + k), tl.load(w_at + k * H)
+            w_tile, dh_tile = tl.load(w_at + k * H), tl.load(dh_at + k)
         total = tl.dot(dh_tile, w_tile, total)
         if TALL:
             if TMA:
@@ -584,9 +551,9 @@ def _up_backward(
             else:
                 dh_tile2 = tl.load(dh_at2 + k)
             total2 = tl.dot(dh_tile2, w_tile, total2)
-    _up_backward_end(total, v, a, dx_slots, order, e, row0, end, n0, H, R, BM, BN, LORA)
+    _up_backward_end(total, v, a, dx_slots, slot, e, row0, end, n0, H, R, BM, BN, LORA)
     if TALL:
-        _up_backward_end(total2, v, a, dx_slots, order, e, row0 + BM, end, n0, H, R, BM // 2, BN, LORA)
+        _up_backward_end(total2, v, a, dx_slots, slot2, e, row0 + BM, end, n0, H, R, BM // 2, BN, LORA)
 
 
 @triton.jit
@@ -595,7 +562,7 @@ def _up_backward_end(
     v,
     a,
     dx_slots,
-    order,
+    slot,
     e,
     row0,
     end,
@@ -612,7 +579,6 @@ def _up_backward_end(
         rs = tl.arange(0, R)
         a_at = a + (e * R).to(tl.int64) * H + n0 + (rs[:, None] * H + ns[None, :])
         total = tl.dot(tl.load(_grouped(v, row0, rs, R, BM)), tl.load(a_at), total)
-    slot = tl.load(order + row0 + i, mask=inside, other=0)
     at = dx_slots + slot[:, None].to(tl.int64) * H + (n0 + ns)[None, :]
     tl.store(at, total.to(dx_slots.dtype.element_ty), mask=inside[:, None])
 

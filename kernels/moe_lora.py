@@ -327,7 +327,7 @@ class _Layer:
             kernel,
             (most * (size[0] // n),),
             (
-                *(*operands(n, k), routing.order_M, tiles, routing.starts_E1, self.H, self.I, self.E, self.R, *options),
+                *(*operands(n, k), routing.order_M, tiles, self.H, self.I, self.E, self.R, *options),
                 *(self.plan.rows, n, k, tall, self.plan.tma, self.call.lora, *flags),
             ),
             {"num_warps": warps, "num_stages": stages},

@@ -31,14 +31,15 @@ class KernelLayer:
     def __call__(self, experts: Any, hidden_TH: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, active: Active) -> Tensor:
         w1, w2 = experts.gate_up_proj, experts.down_proj
         weight = weight_Tk if weight_Tk.dtype == torch.float32 else weight_Tk.to(w1.dtype)
+        up, down = _pair(active, experts.num_experts, w1, w2)
         out = experts_with_lora(
             hidden_TH.to(w1.dtype).contiguous(),
             expert_Tk.contiguous(),
             weight.contiguous(),
             w1,
             w2,
-            _adapter(active.get("gate_up_proj", ())),
-            _adapter(active.get("down_proj", ())),
+            up,
+            down,
             plan=self.plan,
             accumulate=True,
             check_experts=False,  # the router's top-k names experts below E, and looking would wait for the card
@@ -54,6 +55,23 @@ def best(experts: Any, top_k: int, rank: int, tokens: int = 4096) -> Choice:
     _, J, H = weight.shape
     shapes = Shapes(H, J // 2, experts.num_experts, top_k, rank, tokens)
     return _choose(shapes, weight.device, weight.dtype)
+
+
+def _pair(active: Active, experts: int, w1_EJH: Tensor, w2_EHI: Tensor) -> tuple[Adapter | None, Adapter | None]:
+    """Both adapters or none, as the kernels want them: one that is switched on alone gets a partner of zeros."""
+    up, down = (_adapter(active.get(name, ())) for name in ("gate_up_proj", "down_proj"))
+    if up and not down:
+        down = _silent(experts, up.rank, w2_EHI.shape[2], w2_EHI.shape[1], up.lora_A.dtype, up.lora_A.device)
+    elif down and not up:
+        up = _silent(experts, down.rank, w1_EJH.shape[2], w1_EJH.shape[1], down.lora_A.dtype, down.lora_A.device)
+    return up, down
+
+
+@functools.lru_cache(maxsize=2)
+def _silent(experts: int, rank: int, size_in: int, size_out: int, dtype: torch.dtype, device: torch.device) -> Adapter:
+    """One for all layers: nothing ever writes to it."""
+    lora_A = torch.zeros(experts * rank, size_in, dtype=dtype, device=device)
+    return Adapter(lora_A, torch.zeros(size_out, rank * experts, dtype=dtype, device=device), experts, 1.0)
 
 
 def _adapter(loras: Any) -> Adapter | None:

@@ -13,6 +13,7 @@ from kernels.grouped_gemm import Thin
 from kernels.moe_lora import Plan, Tile
 from training import experts
 from training.kernel_layer import KernelLayer
+from training.liveness.reading import require_reading
 
 PLAN = Plan(
     "tiny",
@@ -74,6 +75,25 @@ def same(ours: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None
         assert gradient.norm() > 0 and error < 1e-5, (name, error)
 
 
+def one_projection_alone(*models: Any) -> None:
+    """With one projection's adapter switched off, values and gradients are still the grouped path's."""
+    for quiet in ("gate_up_proj", "down_proj"):
+        seen = []
+        for model in models:
+            (_, wrapper) = next(iter(experts.outer_wrappers(model)))
+            link = next(each for each in experts.chain(wrapper) if each.parameter_name == quiet)
+            model.zero_grad()
+            link._disable_adapters = True
+            loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+            loss.backward()
+            link._disable_adapters = False
+            seen.append((loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+        torch.testing.assert_close(seen[1][0], seen[0][0], rtol=1e-5, atol=1e-5)
+        assert seen[0][1].keys() == seen[1][1].keys() and sum("experts" in name for name in seen[0][1]) == 2
+        for name, gradient in seen[0][1].items():
+            torch.testing.assert_close(seen[1][1][name], gradient, rtol=1e-3, atol=1e-5)
+
+
 if __name__ == "__main__":
     grouped = adapted()
     kernels = copy.deepcopy(grouped)
@@ -84,6 +104,10 @@ if __name__ == "__main__":
     loss, gradients = two_micro_batches(kernels)
     assert abs(loss - wanted_loss) < 1e-5, (loss, wanted_loss)
     same(gradients, wanted)
+
+    one_projection_alone(grouped, kernels)
+    # Reads each projection's delta by itself, as a run does before its first step.
+    require_reading(kernels)
 
     for model in (grouped, kernels):  # after a step the kernels' copies of the factors are new
         torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, fused=True).step()
