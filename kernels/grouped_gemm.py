@@ -31,6 +31,8 @@ class Routing:
 
     order_M: Tensor
     """int32: the slot that stands at each sorted row; within an expert slots keep their order, so the result is the same in every run."""
+    share_M: Tensor
+    """float32: the router weight of each sorted row. Read through the order it would be one wait more in every tile."""
     starts_E1: Tensor
     """int32 [E + 1]: first row of each expert, and M."""
     low: Tensor
@@ -46,7 +48,7 @@ class Routing:
         return tiles, tiles.shape[0] // MAP_WIDTH
 
 
-def route(expert_Tk: Tensor, experts: int, heights: tuple[int, int], launch: Launcher) -> Routing:
+def route(expert_Tk: Tensor, weight_Tk: Tensor, experts: int, heights: tuple[int, int], launch: Launcher) -> Routing:
     """Counting sort of the slots by expert, and the maps of tiles of both heights, in three launches; stable, so deterministic."""
     M, device = expert_Tk.numel(), expert_Tk.device
     E2 = power_of_2(experts)
@@ -58,6 +60,7 @@ def route(expert_Tk: Tensor, experts: int, heights: tuple[int, int], launch: Lau
 
     totals_E = torch.zeros(E2, dtype=torch.int32, device=device)
     counts, bases = ints(blocks * E2), ints(blocks * E2)
+    share_M = torch.empty(M, dtype=torch.float32, device=device)
     order_M, starts_E1, low_tiles, high_tiles = (
         ints(M),
         ints(experts + 1),
@@ -84,9 +87,11 @@ def route(expert_Tk: Tensor, experts: int, heights: tuple[int, int], launch: Lau
         (blocks + sum(maps),),
         (
             expert_Tk,
+            weight_Tk,
             bases,
             starts_E1,
             order_M,
+            share_M,
             low_tiles,
             high_tiles,
             M,
@@ -101,7 +106,7 @@ def route(expert_Tk: Tensor, experts: int, heights: tuple[int, int], launch: Lau
         ),
         {"num_warps": 8},
     )
-    return Routing(order_M, starts_E1, low_tiles, high_tiles, heights)
+    return Routing(order_M, share_M, starts_E1, low_tiles, high_tiles, heights)
 
 
 @dataclass(frozen=True)
@@ -202,9 +207,11 @@ def _scan(
 @triton.jit(do_not_specialize=["M", "blocks", "low", "high"])
 def _place(
     expert,
+    weight,
     bases,
     starts,
     order,
+    share,
     low_tiles,
     high_tiles,
     M,
@@ -218,7 +225,7 @@ def _place(
     HIGH: tl.constexpr,
     SOME: tl.constexpr,
 ):
-    """The first programs put each slot at its row; the others describe the row tiles, of height LOW, then of height HIGH."""
+    """The first programs put each slot and its router weight at its row; the others describe the row tiles, of height LOW, then of height HIGH."""
     program = tl.program_id(0)
     if program < blocks:
         i = tl.arange(0, BLOCK)
@@ -229,6 +236,7 @@ def _place(
         before = (e[:, None] == other[None, :]) & (i[None, :] < i[:, None])
         row = tl.load(bases + program * E2 + e, mask=inside, other=0) + tl.sum(before.to(tl.int32), 1)
         tl.store(order + row, slot, mask=inside)
+        tl.store(share + row, tl.load(weight + slot, mask=inside, other=0.0).to(tl.float32), mask=inside)
     elif program < blocks + tl.cdiv(low, SOME):
         _describe(program - blocks, starts, low_tiles, low, E, E2, LOW, SOME)
     else:

@@ -137,8 +137,9 @@ def _slots(order, row0, end, BM: tl.constexpr):
 
 
 @triton.jit
-def _shares(weight, slot, row0, end, BM: tl.constexpr):
-    return tl.load(weight + slot, mask=row0 + tl.arange(0, BM) < end, other=0.0).to(tl.float32)
+def _shares(shares, row0, end, BM: tl.constexpr):
+    i = tl.arange(0, BM)
+    return tl.load(shares + row0 + i, mask=row0 + i < end, other=0.0)
 
 
 @triton.jit
@@ -149,7 +150,7 @@ def down(
     xa,
     b,
     y,
-    weight,
+    shares,
     order,
     tiles,
     H: tl.constexpr,
@@ -175,7 +176,7 @@ def down(
             xa,
             b,
             y,
-            weight,
+            shares,
             order,
             e,
             row0,
@@ -194,11 +195,11 @@ def down(
         )
     elif TALL:
         if end - row0 <= BM:
-            _down(act, act_half, w, xa, b, y, weight, order, e, row0, end, n, H, I, E, R, BM, BN, BK, False, TMA, LORA)
+            _down(act, act_half, w, xa, b, y, shares, order, e, row0, end, n, H, I, E, R, BM, BN, BK, False, TMA, LORA)
         else:
-            _down(act, act_half, w, xa, b, y, weight, order, e, row0, end, n, H, I, E, R, BM, BN, BK, True, TMA, LORA)
+            _down(act, act_half, w, xa, b, y, shares, order, e, row0, end, n, H, I, E, R, BM, BN, BK, True, TMA, LORA)
     else:
-        _down(act, act_half, w, xa, b, y, weight, order, e, row0, end, n, H, I, E, R, BM, BN, BK, False, TMA, LORA)
+        _down(act, act_half, w, xa, b, y, shares, order, e, row0, end, n, H, I, E, R, BM, BN, BK, False, TMA, LORA)
 
 
 @triton.jit
@@ -209,7 +210,7 @@ def _down(
     xa,
     b,
     y,
-    weight,
+    shares,
     order,
     e,
     row0,
@@ -230,11 +231,11 @@ def _down(
     ns, ks = tl.arange(0, BN), tl.arange(0, BK)
     w_row = e * H + n0
     slot = _slots(order, row0, end, BM)
-    share = _shares(weight, slot, row0, end, BM)
+    share = _shares(shares, row0, end, BM)
     total = tl.zeros((BM, BN), tl.float32)
     if TALL:
         slot2 = _slots(order, row0 + BM, end, BM // 2)
-        share2 = _shares(weight, slot2, row0 + BM, end, BM // 2)
+        share2 = _shares(shares, row0 + BM, end, BM // 2)
         total2 = tl.zeros((BM // 2, BN), tl.float32)
     if not TMA:
         act_at = _grouped(act, row0, ks, I, BM)
@@ -297,7 +298,7 @@ def down_backward(
     dh,
     act,
     dweight_parts,
-    weight,
+    shares,
     order,
     tiles,
     H: tl.constexpr,
@@ -322,12 +323,12 @@ def down_backward(
         return
     if end - row0 <= BM // 2:
         _down_backward(
-            dout, w, u, a, h, dh, act, dweight_parts, weight, order, e, row0, end, n,
+            dout, w, u, a, h, dh, act, dweight_parts, shares, order, e, row0, end, n,
             H, I, R, TOP_K, BM // 2, BN, BK, TMA, LORA,
         )  # fmt: skip
     else:
         _down_backward(
-            dout, w, u, a, h, dh, act, dweight_parts, weight, order, e, row0, end, n,
+            dout, w, u, a, h, dh, act, dweight_parts, shares, order, e, row0, end, n,
             H, I, R, TOP_K, BM, BN, BK, TMA, LORA,
         )  # fmt: skip
 
@@ -342,7 +343,7 @@ def _down_backward(
     dh,
     act,
     dweight_parts,
-    weight,
+    shares,
     order,
     e,
     row0,
@@ -362,7 +363,7 @@ def _down_backward(
     ns, ks, rs = tl.arange(0, BN), tl.arange(0, BK), tl.arange(0, R)
     w_row = e * H
     slot = _slots(order, row0, end, BM)
-    share = _shares(weight, slot, row0, end, BM)
+    share = _shares(shares, row0, end, BM)
     dout_at = dout + (slot // TOP_K)[:, None].to(tl.int64) * H + ks[None, :]
     u_at = _grouped(u, row0, rs, R, BM)
     a_at = a + (e * R).to(tl.int64) * I + n0 + (rs[:, None] * I + ns[None, :])
@@ -593,7 +594,7 @@ def factor_gradients(
     v,
     u,
     xa2,
-    weight,
+    shares,
     order,
     starts,
     da1,
@@ -624,22 +625,22 @@ def factor_gradients(
     e64 = e.to(tl.int64)
     if j < NH:
         at = da1 + e64 * (RT * H) + j * BN
-        _factor_gradient(x, v, at, order, weight, start, end, j * BN, H, H, R, RT, TOP_K, BM, BN, True, False, ADD_A)
+        _factor_gradient(x, v, at, order, shares, start, end, j * BN, H, H, R, RT, TOP_K, BM, BN, True, False, ADD_A)
     elif j < 2 * NH:
         at = db2 + e64 * H + (j - NH) * BN
         _factor_gradient(
-            dout, xa2, at, order, weight, start, end, (j - NH) * BN, H, E * H, R, RT, TOP_K, BM, BN, True, True, ADD_B
+            dout, xa2, at, order, shares, start, end, (j - NH) * BN, H, E * H, R, RT, TOP_K, BM, BN, True, True, ADD_B
         )
     elif j < 2 * NH + NJ:
         n0 = (j - 2 * NH) * BN
         at = db1 + e64 * (2 * I) + n0
         _factor_gradient(
-            dh, xa1, at, order, weight, start, end, n0, 2 * I, E * 2 * I, R, RT, TOP_K, BM, BN, False, False, ADD_B
+            dh, xa1, at, order, shares, start, end, n0, 2 * I, E * 2 * I, R, RT, TOP_K, BM, BN, False, False, ADD_B
         )
     else:
         n0 = (j - 2 * NH - NJ) * BN
         at = da2 + e64 * (RT * I) + n0
-        _factor_gradient(act, u, at, order, weight, start, end, n0, I, I, R, RT, TOP_K, BM, BN, False, True, ADD_A)
+        _factor_gradient(act, u, at, order, shares, start, end, n0, I, I, R, RT, TOP_K, BM, BN, False, True, ADD_A)
 
 
 @triton.jit
@@ -648,7 +649,7 @@ def _factor_gradient(
     thin,
     out,
     order,
-    weight,
+    shares,
     start,
     end,
     n0,
@@ -679,7 +680,7 @@ def _factor_gradient(
         wide_tile = tl.load(wide_at, mask=inside[:, None], other=0.0)
         thin_tile = tl.load(thin + row[:, None].to(tl.int64) * R + rs[None, :], mask=inside[:, None], other=0.0)
         if WEIGHTED:
-            share = tl.load(weight + tl.load(order + row, mask=inside, other=0), mask=inside, other=0.0).to(tl.float32)
+            share = tl.load(shares + row, mask=inside, other=0.0)
             thin_tile = (thin_tile.to(tl.float32) * share[:, None]).to(thin_tile.dtype)
         total = tl.dot(wide_tile.T, thin_tile, total)
     value = tl.trans(total)

@@ -155,10 +155,10 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, a1: Any, b1: Any, a2: Any, b2: Any, call: _Call) -> Tensor:
         layer = _Layer(x, weight, call)
-        routing = route(call.expert_Tk, layer.E, call.plan.heights, layer.launch)
+        routing = route(call.expert_Tk, weight, layer.E, call.plan.heights, layer.launch)
         out, kept = layer.forward(x, weight, routing, call.keep)
         if call.keep:
-            order = (routing.order_M, routing.starts_E1, routing.low, routing.high)
+            order = (routing.order_M, routing.share_M, routing.starts_E1, routing.low, routing.high)
             ctx.save_for_backward(x, weight, *kept, *layer.factors, *order)
             ctx.layer = layer
         return out
@@ -259,7 +259,7 @@ class _Layer:
             self.plan.down,
             (H, I),
             routing,
-            lambda n, k: (*self._both(act, k), self._weights(call.w2_EHI, n, k), xa2, b2, y, weight),
+            lambda n, k: (*self._both(act, k), self._weights(call.w2_EHI, n, k), xa2, b2, y, routing.share_M),
         )
         return self._combine(y), (h, xa1, xa2)
 
@@ -287,7 +287,7 @@ class _Layer:
             self.plan.down_backward,
             (I, H),
             routing,
-            lambda n, k: (dout, self._weights(call.w2_EHI, k, n), u, a2, h, dh, act, parts, weight),
+            lambda n, k: (dout, self._weights(call.w2_EHI, k, n), u, a2, h, dh, act, parts, routing.share_M),
             options=(self.k,),
         )
         if call.up:
@@ -307,7 +307,7 @@ class _Layer:
             dweight.copy_(parts.sum(1).view_as(weight))
         if not (call.up and call.down and wants_factors):
             return dx, dweight, (None,) * 4
-        inputs = (x, dout, dh, act, xa1, v, u, xa2, weight, routing.order_M, routing.starts_E1)
+        inputs = (x, dout, dh, act, xa1, v, u, xa2, routing.share_M, routing.order_M, routing.starts_E1)
         return dx, dweight, self._factor_gradients(call.up, call.down, inputs)
 
     def _product(

@@ -73,7 +73,7 @@ def record_layer(plan: moe_lora.Plan, T: int, H: int, I: int, E: int, k: int, ra
     call = moe_lora._Call(expert, w1, w2, *adapters, plan, accumulate=True, keep=True)
     layer = moe_lora._Layer(x, weight, call)
     layer.launch = Recorder()
-    routing = moe_lora.route(expert, E, plan.heights, layer.launch)
+    routing = moe_lora.route(expert, weight, E, plan.heights, layer.launch)
     out, kept = layer.forward(x, weight, routing, keep=True)
     layer.backward(out, x, weight, kept, routing, wants_dx=True, wants_factors=True)
     return [*layer.launch.launches.values(), *adapters[0].launch.launches.values()]
