@@ -54,8 +54,8 @@ def finetune(
         run_name: Name of the run; the same name goes on from what is in the bucket. Default: the recipe's name.
         phases: Names of the phases to run, of those that the recipe has.
         max_steps: At most so many steps in each phase.
-        max_usd: Dollars for the whole run, failed boxes included.
-        max_hours: Hours to the end of the box, counted from when the run may rent one.
+        max_usd: Dollars for the whole run, failed boxes included; just before they are spent it saves, uploads, verifies and ends.
+        max_hours: Hours to the end of the box, counted from when the run may rent one; ended in the same way.
         attempts: Boxes that may be tried.
         tier: The kind of card.
         max_dph_usd: Dollars an hour that a box may cost.

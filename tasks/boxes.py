@@ -12,12 +12,13 @@ from tasks import prefetch as prefetching
 from tasks import rent as renting
 from tasks.destroy import destroy_run, read_intents
 from tasks.domain import Box, Label, RankedOffer
-from tasks.errors import BootFailed, BoxError, DestroyUnverified, OfferGone, Rejected
+from tasks.errors import BootFailed, BoxError, BoxLost, DestroyUnverified, MarketError, OfferGone, Rejected
 from tasks.flight import spent_usd
 from tasks.phase import RUNNER, Watcher
 from tasks.remote.bundle import box_zip, onstart
 from tasks.remote.jobs import EventTail, Jobs
 from tasks.remote.ssh import make_key, wait_for_login
+from tasks.rules.interruption import lost_by_row
 from tasks.rules.pricing import phase_s
 from tasks.run import Run
 from tasks.stores import private_env
@@ -52,7 +53,11 @@ def rent(run: Run, ranked: RankedOffer, attempt: int) -> Box:
             attempt=attempt,
             offer=offer,
             public_key=make_key(run.key_path),
-            onstart=onstart(hard_end=run.hard_end),
+            onstart=onstart(
+                hard_end=run.hard_end,
+                silent_s=run.settings.deadman_silent_s,
+                stalled_s=run.settings.deadman_stalled_s,
+            ),
             hard_end=run.hard_end,
             hours=run.planned.hours,
         )
@@ -115,7 +120,7 @@ def check(run: Run) -> None:
 
 def install_transfer(run: Run) -> None:
     with run.flight.span("install"):
-        install.install_transfer(run.login, run.recipe, run.settings.state_dir)
+        install.install_transfer(run.login, run.recipe, run.settings.state_dir, _ears(run))
 
 
 def check_links(run: Run) -> None:
@@ -129,7 +134,7 @@ def start_prefetch(run: Run) -> None:
 
 def install_training(run: Run) -> None:
     with run.flight.span("install"):
-        install.install_training(run.login, run.recipe, run.settings.state_dir)
+        install.install_training(run.login, run.recipe, run.settings.state_dir, _ears(run))
 
 
 def check_device(run: Run) -> None:
@@ -140,7 +145,7 @@ def check_device(run: Run) -> None:
 
 def prefetch(run: Run) -> None:
     with run.flight.span("prefetch"):
-        prefetching.watch(run.login, run.recipe)
+        prefetching.watch(run.login, run.recipe, on_transfer=run.saw_bytes, on_silence=run.ask_market)
 
 
 def start_runner(run: Run) -> None:
@@ -163,6 +168,8 @@ def start_runner(run: Run) -> None:
         spent_usd=run.spent_usd,
         deadline=run.deadline,
         poll_s=run.settings.poll_s,
+        around=run.around(),
+        pace=run.settings.market_pace,
         clock=run.clock,
     )
     log.info(
@@ -174,10 +181,11 @@ def start_runner(run: Run) -> None:
 
 def give_back(run: Run, error: BoxError) -> None:
     """Save what the box can still tell, destroy it, remember the machine. DestroyUnverified if it may still bill: then nothing more is rented."""
+    error = _explained(run, error)
     log.warning("attempt %d given back: %s", run.attempts, error)
     keep_events(run)
     _recall_boxes(run)
-    run.flight.attempt_failed(str(error).splitlines()[0], run.view.last_durable_at())
+    run.flight.attempt_failed(str(error).splitlines()[0], run.view.last_durable_at(), run.view.last_kept_at())
     machine_id = run.flight.flight.attempts[-1].machine_id
     run.close()
     run.watcher = None
@@ -217,6 +225,27 @@ def keep_events(run: Run) -> None:
         )
     except StoreError as error:
         log.warning("box %d: its events are not in the bucket: %s", run.box.instance_id, error)
+
+
+def _ears(run: Run) -> install.Ears:
+    return install.Ears(run.heard_installer, run.ask_market)
+
+
+def _explained(run: Run, error: BoxError) -> BoxError:
+    """A box that fell silent in a step that does not ask the market may have been outbid: then its machine is innocent."""
+    if run.box is None or not isinstance(error, BoxLost) or error.blame != "host":
+        return error
+    try:
+        row = run.market.show(run.box.instance_id)
+    except MarketError as trouble:
+        log.warning("box %d: why it is lost cannot be asked for now: %s", run.box.instance_id, trouble)
+        return error
+    loss = lost_by_row(row, now=run.clock(), silent_s=0.0)
+    return (
+        BoxLost(f"{error}: {loss.sentence}", blame="other", fault=loss.fault)
+        if loss and loss.blame == "other"
+        else error
+    )
 
 
 def _recall_boxes(run: Run) -> None:

@@ -16,6 +16,8 @@ from training.contract.model import Frozen
 LABEL_PREFIX = "livery"
 # A global limit of Prefect's on runs that hold a box, made by `up`; where there is none, the account's cap on $/h alone decides.
 BOX_LIMIT = "rented-boxes"
+# An intent of which no box was ever seen. A box has been seen to come to light hours after its create call was given up.
+INTENT_OWNED_S = 86_400.0
 _LABEL = re.compile(r"^livery:([0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}):(\d{1,3}):(\d{10})$")
 
 
@@ -116,6 +118,8 @@ class Plan(Frozen):
     hours: float
     hours_from: Literal["measured", "predicted"]
     """`measured` only if every phase's pace was."""
+    phase_hours: dict[str, float] = {}
+    """Hours of training of each phase that is left; `hours` has the box's way to it and its uploads as well."""
     notes: tuple[str, ...] = ()
     """Where pace, unfit boxes and places come from, and what does not fit the budget; a sentence each."""
     run_usd: float | None
@@ -149,6 +153,13 @@ class Intent(Frozen):
     also_ids: tuple[int, ...] = ()
     """Further boxes of the same call: an offer can be accepted twice."""
     reason: str = ""
+    closed_at: float | None = None
+    """When it was last known how it stood: its boxes seen gone, or nothing of it seen."""
+
+    @property
+    def owned_until(self) -> float:
+        """Until then a box may still come to light from it, and the reaper looks out for it and counts its price."""
+        return self.written_at + INTENT_OWNED_S
 
 
 class Endpoint(Frozen):
@@ -216,6 +227,11 @@ class Charge(Frozen):
     instance_id: int
     kind: Literal["gpu", "disk", "down", "up", "other"]
     usd: float
+    since: float | None = None
+    until: float | None = None
+    """The time that it is for; None if the market does not say. Markets that book by the day date it at midnights."""
+    label: str | None = None
+    """The box's label, as the market remembers it."""
 
 
 class Lease(Frozen):
@@ -225,8 +241,15 @@ class Lease(Frozen):
     run: str
     renewed_at: float
     expires_at: float
+    progress_at: float | None = None
+    """When the run last got anywhere: a step more, bytes more, a checkpoint, an installer's line, a step of the flow begun or ended. A flow that
+    hangs goes on renewing its lease, and this stands still. None: not told."""
     hold_until: float | None = None
     """Set when a box is kept for debugging; the reaper destroys it afterwards."""
+    max_age_s: float | None = None
+    """How old a box of this run may become; None: as the reaper's settings say. The hard end in the label wins over both."""
+    patience_s: float | None = None
+    """The longest that the run itself may wait for progress; the reaper waits no shorter."""
 
 
 class Box(Frozen):
@@ -275,6 +298,10 @@ class Attempt(Frozen):
     """Why the box was given back: `done`, or the failure's sentence."""
     wasted: bool = False
     """Nothing of what it did is in the bucket."""
+    after_loss: str = ""
+    """Why an earlier box that had made something durable was lost: without that, this one's boot, install and prefetch would not have been paid."""
+    repriced: tuple[tuple[float, float], ...] = ()
+    """Prices that differ from `dph_usd`: since when, and $/h."""
 
 
 class Flight(Frozen):
@@ -289,6 +316,8 @@ class Flight(Frozen):
     attempts: tuple[Attempt, ...] = ()
     ended_at: float | None = None
     outcome: str = "running"
+    planned: dict[str, float] = {}
+    """`planned_usd` by step: `phase sft` …, and `set-up and bytes`."""
 
 
 class ReceiptLine(Frozen):
@@ -319,9 +348,20 @@ class Receipt(Frozen):
     boxes: int
     instances_left: int | None
     """Of this run, after a complete listing; None if it could not be proved."""
-    written_by: Literal["flow", "hook", "reaper", "command"]
+    written_by: Literal["flow", "hook", "reaper", "command", "audit"]
     written_at: float
     notes: tuple[str, ...] = ()
+    so_far: bool = False
+    """More may be charged for the time that the boxes were there: `paid_usd` and `wasted_usd` are what is booked yet."""
+    booked_until: float | None = None
+    """With `so_far`: the moment up to which everything is booked, None if the market does not say."""
+    planned: dict[str, float] = {}
+    """Dollars of the plan by phase, and `set-up and bytes` for the rest; empty where none was made."""
+
+    @property
+    def final(self) -> bool:
+        """Nothing about it will change any more."""
+        return self.paid_usd is not None and not self.so_far and self.instances_left == 0 and self.outcome != "running"
 
 
 class Destruction(Frozen):
@@ -332,7 +372,53 @@ class Destruction(Frozen):
     unverified: tuple[int, ...] = ()
     kept_until: float | None = None
     reason: str = ""
+    dph_usd: float | None = None
+    """$/h of the unverified boxes as the market last listed them; None if it did not."""
+    labels: dict[int, str] = {}
+    """What the boxes carried, as far as a listing showed them."""
 
     @property
     def clean(self) -> bool:
         return not self.unverified and not self.reason
+
+
+Trouble = Literal[
+    "billed_after_destroy",
+    "billed_without_owner",
+    "destroy_unverified",
+    "reaper_blind",
+    "reaper_silent",
+    "box_unknown",
+    "cap_reached",
+    "credit_low",
+    "box_kept",
+]
+
+
+class Alarm(Frozen):
+    """Something that costs money and needs a person, or soon will; kept in the bucket until it is over."""
+
+    what: Trouble
+    subject: str
+    """A flow run's id, `box-<id>` for a box of nobody's, `account` or `reaper`."""
+    run: str | None = None
+    """The run's name."""
+    instances: tuple[int, ...] = ()
+    dph_usd: float | None = None
+    """$/h of these boxes; None if unknown."""
+    spent_usd: float | None = None
+    """Dollars so far of the run, or of the boxes where it is nobody's; None if unknown."""
+    reason: str
+    do: str
+    """What a person can do, and who else is at it."""
+    at: float
+    told_at: float | None = None
+    """When Prefect last took it in; None if it has not."""
+
+    @property
+    def sentence(self) -> str:
+        boxes = f"box {', '.join(map(str, self.instances))}" if self.instances else "no box known"
+        rate = "$/h unknown" if self.dph_usd is None else f"${self.dph_usd:.3f}/h"
+        spent = "spent unknown" if self.spent_usd is None else f"${self.spent_usd:.4f} spent so far"
+        whose = f"run '{self.run}' ({self.subject})" if self.run else self.subject
+        return f"{self.what.replace('_', ' ')}: {whose}, {boxes}, {rate}, {spent}: {self.reason}; {self.do}"

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
-from tasks.domain import Attempt, Flight, Instance, Intent, Offer, Span
+from tasks.domain import Attempt, Flight, Instance, Intent, Offer, Plan, Span
 from training.box.store import Store, StoreError
 from training.contract import layout
 
@@ -36,12 +36,17 @@ class FlightRecorder:
                     machine_id=offer.machine_id,
                     offer_id=offer.id,
                     dph_usd=offer.dph_total_usd,
+                    after_loss=loss_before(self.flight),
                 ),
             )
         )
 
     def rented(self, instance: Instance) -> None:
         self._last(instance_id=instance.id, dph_usd=instance.dph_total_usd or self.flight.attempts[-1].dph_usd)
+
+    def repriced(self, dph_usd: float) -> None:
+        """The market asks another price for the present box from now on."""
+        self._last(repriced=(*self.flight.attempts[-1].repriced, (self._clock(), dph_usd)))
 
     def know_boxes(self, intents: Iterable[Intent]) -> None:
         """Ids of boxes that failed before they ran are known by their intents only."""
@@ -51,10 +56,14 @@ class FlightRecorder:
         """The box has done all that was left."""
         self._last(ended="done")
 
-    def attempt_failed(self, reason: str, durable_at: float | None) -> None:
-        """The box is given back; what it did after its last durable manifest, or all without one, is wasted. Once an attempt."""
+    def attempt_failed(self, reason: str, durable_at: float | None, kept_at: float | None = None) -> None:
+        """The box is given back; what it did after its last durable manifest, or all without one, is wasted. Once an attempt.
+
+        `kept_at`: up to when that manifest holds the training, if that is known; steps after it are done again, though they ran
+        while it was uploaded.
+        """
         if self.flight.attempts and not self.flight.attempts[-1].ended:
-            failed = _failed(self.flight.attempts[-1], reason, durable_at, self._clock())
+            failed = _failed(self.flight.attempts[-1], reason, durable_at, self._clock(), kept_at)
             self._attempts((*self.flight.attempts[:-1], failed))
 
     def end(self, outcome: str) -> None:
@@ -139,14 +148,38 @@ def closed_for_the_dead(flight: Flight, store: Store, reason: str, now: float) -
     return flight.model_copy(update={"attempts": (*flight.attempts[:-1], _failed(last, reason, durable_at, now))})
 
 
-def _failed(attempt: Attempt, reason: str, durable_at: float | None, now: float) -> Attempt:
+def _failed(
+    attempt: Attempt, reason: str, durable_at: float | None, now: float, kept_at: float | None = None
+) -> Attempt:
     spans = []
     for span in attempt.spans:
         end = span.ended_at if span.ended_at is not None else now
-        lost = 0.0 if durable_at is None else max(0.0, end - max(durable_at, span.started_at))
+        good_until = kept_at if kept_at is not None and span.step.startswith("phase ") else durable_at
+        lost = 0.0 if durable_at is None or good_until is None else max(0.0, end - max(good_until, span.started_at))
         outcome = "interrupted" if span.outcome == "running" else span.outcome
         spans.append(span.model_copy(update={"ended_at": end, "outcome": outcome, "wasted_s": round(lost, 3)}))
     return attempt.model_copy(update={"ended": reason, "wasted": durable_at is None, "spans": tuple(spans)})
+
+
+def planned_by_step(plan: Plan) -> dict[str, float]:
+    """The plan's dollars: each phase's hours at the best offer's price, and the rest."""
+    if not plan.offers or plan.run_usd is None:
+        return {}
+    dph_usd = plan.offers[0].offer.dph_total_usd
+    phases = {f"phase {name}": round(hours * dph_usd, 6) for name, hours in plan.phase_hours.items()}
+    return {**phases, "set-up and bytes": round(plan.run_usd - sum(phases.values()), 6)}
+
+
+def loss_before(flight: Flight) -> str:
+    """Why the last box that made something durable ended without being done; empty if none did. A box that made nothing is wasted as a whole,
+    so the next one's way to its first step is the one that had to be paid."""
+    lost = [attempt for attempt in flight.attempts if attempt.ended not in ("", "done") and not attempt.wasted]
+    return lost[-1].ended if lost else ""
+
+
+def price_now(attempt: Attempt) -> float:
+    """$/h of an attempt's box at its latest known price."""
+    return attempt.repriced[-1][1] if attempt.repriced else attempt.dph_usd
 
 
 def spent_usd(flight: Flight, now: float) -> float:
@@ -154,5 +187,14 @@ def spent_usd(flight: Flight, now: float) -> float:
     for attempt in flight.attempts:
         if attempt.spans and attempt.instance_id is not None:
             last = attempt.spans[-1].ended_at if attempt.ended else now
-            total += attempt.dph_usd * max(0.0, (last or now) - attempt.spans[0].started_at) / 3600
+            total += _at_its_prices(attempt, attempt.spans[0].started_at, last or now)
     return total
+
+
+def _at_its_prices(attempt: Attempt, began: float, ended: float) -> float:
+    prices = ((began, attempt.dph_usd), *attempt.repriced)
+    ends = (*(since for since, _ in prices[1:]), ended)
+    return sum(
+        dph_usd * max(0.0, min(end, ended) - max(since, began)) / 3600
+        for (since, dph_usd), end in zip(prices, ends, strict=True)
+    )

@@ -15,10 +15,11 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
+from tasks import alarms
 from tasks.destroy import destroy_in_a_hurry
 from tasks.domain import Destruction
-from tasks.errors import DestroyUnverified
-from tasks.lease import LeaseThread, hold
+from tasks.errors import BudgetReached, DestroyUnverified
+from tasks.lease import LeaseThread, end_lease, hold
 from tasks.settings import Settings
 from training.box.store import Store, StoreError
 from training.contract.recipe import Recipe
@@ -45,6 +46,10 @@ class Guarded(Protocol):
     def box(self) -> object | None:
         """The box that a person could log in to, if there is one."""
 
+    @property
+    def progress_at(self) -> float | None:
+        """When the run last got anywhere; None if that is not known."""
+
     def tell_alive(self, until: float | None = None) -> None:
         """Touch the box's sign of life, for its dead-man switch; with `until` as if it were touched then."""
 
@@ -63,7 +68,7 @@ def box_guard(
     """Hold the lease while the body runs; afterwards give the box back by `destroy` (the task), or plainly if that raises anything.
 
     With `keep` the box of a body that raised is held for `keep_hours` instead, unless that cannot be written to the bucket: there is
-    nothing to debug on the box of a run that succeeded, nor on one that never let us in. Raises what the body raised;
+    nothing to debug on the box of a run that succeeded or whose money is spent, nor on one that never let us in. Raises what the body raised;
     DestroyUnverified, or what `destroy` raised, if the box may still bill, for that is then the more urgent news.
     """
     lease = LeaseThread(
@@ -73,6 +78,9 @@ def box_guard(
         lease_s=run.settings.lease_s,
         renew_s=run.settings.lease_renew_s,
         on_renew=run.tell_alive,
+        progress_at=lambda: run.progress_at,
+        max_age_s=run.settings.max_age_hours * 3600,
+        patience_s=_patience_s(run.recipe),
         clock=run.clock,
     )
     lease.start()
@@ -80,6 +88,9 @@ def box_guard(
     try:
         yield lease
         failed = False
+    except BudgetReached:
+        keep = False
+        raise
     finally:
         # A signal may still strike before the first line inside has run, so the plain call stands outside as well.
         try:
@@ -87,6 +98,7 @@ def box_guard(
                 lease.stop()
                 if not (keep and failed and run.box is not None and _held(run)):
                     _destroy_or_say(destroy, run)
+                    _lease_over(run)
         except BaseException as error:
             with signals_ignored():
                 log.warning("giving the box back by plain call (%s: %s)", type(error).__name__, error)
@@ -127,11 +139,23 @@ def settle_if_possible(flow_run_id: str, written_by: Literal["hook", "reaper"]) 
         log.error("no receipt for flow run %s: %s: %s", flow_run_id, type(error).__name__, error)
 
 
+def _patience_s(recipe: Recipe) -> float:
+    """The longest that a run may go without progress and give the box up by itself; the reaper comes after that."""
+    return max(recipe.budget.silent_s, recipe.budget.install_s, recipe.box.boot_s) + 300.0
+
+
 def _held(run: Guarded) -> bool:
     now = run.clock()
     until = now + run.settings.keep_hours * 3600
     try:
-        hold(run.store, run.flow_run_id, run.recipe.name, now=now, until=until)
+        hold(
+            run.store,
+            run.flow_run_id,
+            run.recipe.name,
+            now=now,
+            until=until,
+            max_age_s=run.settings.max_age_hours * 3600,
+        )
     except StoreError as error:
         log.error("the box was to be kept, but that cannot be written to the bucket, so it is destroyed: %s", error)
         return False
@@ -139,12 +163,24 @@ def _held(run: Guarded) -> bool:
         run.tell_alive(until)
     except Exception as error:  # noqa: BLE001 - whatever reaching the box raises, the hold is promised and the box merely goes earlier
         log.warning("the box was not told of its hold; its dead-man switch may end it sooner: %s", error)
-    log.warning(
-        "the box of flow run %s is KEPT and billed for %.1f h more, or until its hard end; the reaper destroys it then",
+    kept = alarms.of_run(
+        run.store,
         run.flow_run_id,
-        run.settings.keep_hours,
+        "box_kept",
+        reason=f"KEPT for debugging and billed for {run.settings.keep_hours:.1f} h more, or until its hard end; the reaper destroys it then",
+        do=f"to end it now: python -m flows release {run.flow_run_id}, or {alarms.CONSOLE}",
+        at=now,
     )
+    alarms.sound(run.store, kept)
     return True
+
+
+def _lease_over(run: Guarded) -> None:
+    """Whatever comes to light of this run from now on is nobody's."""
+    try:
+        end_lease(run.store, run.flow_run_id, run.clock())
+    except StoreError as error:
+        log.warning("the lease is not ended and runs out by itself: %s", error)
 
 
 def _destroy_or_say(destroy: Callable[[R], object], run: R) -> None:

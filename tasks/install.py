@@ -14,6 +14,7 @@ import re
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -62,13 +63,24 @@ _UNRESOLVABLE = re.compile(
 )
 
 
-def install_transfer(remote: Remote, recipe: Recipe, state_dir: Path) -> None:
+@dataclass(frozen=True)
+class Ears:
+    """Who hears of a job while it is followed: its log, and how long the box has not answered (which may raise BoxLost)."""
+
+    on_log: Callable[[bytes], None] = lambda log: None
+    on_silence: Callable[[float], None] = lambda silent_s: None
+
+
+_NOBODY = Ears()
+
+
+def install_transfer(remote: Remote, recipe: Recipe, state_dir: Path, ears: Ears = _NOBODY) -> None:
     """Send the wheel and make the small environment (boto3, huggingface_hub), so that the model can come while the rest installs."""
     send_wheel(remote, state_dir)
-    _install(remote, recipe, layout.BOX_TRANSFER_VENV, extra="", state_dir=state_dir)
+    _install(remote, recipe, layout.BOX_TRANSFER_VENV, ears, extra="", state_dir=state_dir)
 
 
-def install_training(remote: Remote, recipe: Recipe, state_dir: Path) -> None:
+def install_training(remote: Remote, recipe: Recipe, state_dir: Path, ears: Ears = _NOBODY) -> None:
     """Make the environment that trains. The counting trainer needs nothing beyond the small one, so it gets that."""
     if recipe.trainer == "counting":
         command = f"cd && ln -sfn {Path(layout.BOX_TRANSFER_VENV).name} {layout.BOX_TRAIN_VENV}"
@@ -79,7 +91,8 @@ def install_training(remote: Remote, recipe: Recipe, state_dir: Path) -> None:
             raise InstallFailed(f"install training: {answer.err.decode(errors='replace').strip()[-300:]}")
         return
     extras = ["train", *(["cuda"] if recipe.box.device == "cuda" else []), *recipe.trackers]
-    _install(remote, recipe, layout.BOX_TRAIN_VENV, extra=f"[{','.join(extras)}]", state_dir=state_dir)
+    extra = f"[{','.join(extras)}]"
+    _install(remote, recipe, layout.BOX_TRAIN_VENV, ears, extra=extra, state_dir=state_dir)
 
 
 def send_wheel(remote: Remote, state_dir: Path) -> str:
@@ -137,7 +150,7 @@ def blame_for(output: str) -> tuple[str, bool]:
     return (lines[-1] if lines else "no output"), True
 
 
-def _install(remote: Remote, recipe: Recipe, venv: str, *, extra: str, state_dir: Path) -> None:
+def _install(remote: Remote, recipe: Recipe, venv: str, ears: Ears, *, extra: str, state_dir: Path) -> None:
     wheel = build_wheel(state_dir / "wheels")
     script = _SCRIPT.format(
         home=layout.BOX_HOME,
@@ -149,7 +162,7 @@ def _install(remote: Remote, recipe: Recipe, venv: str, *, extra: str, state_dir
     jobs = Jobs(remote)
     remote.put(script.encode(), f"{layout.BOX_HOME}/{name}.sh", timeout_s=_PUT_S)
     jobs.start(name, token, ["bash", f"~/{layout.BOX_HOME}/{name}.sh"])
-    state, output = follow(jobs, name, budget_s=recipe.budget.install_s)
+    state, output = follow(jobs, name, budget_s=recipe.budget.install_s, ears=ears)
     if state.exit_code != 0:
         line, host = blame_for(output)
         ended = f"exit code {state.exit_code}" if state.state == "exited" else state.state
@@ -164,7 +177,7 @@ def follow(
     budget_s: float,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
-    on_log: Callable[[bytes], None] = lambda data: None,
+    ears: Ears = _NOBODY,
 ) -> tuple[JobState, str]:
     """Watch a job to its end; its last state and its log. InstallFailed over budget (the job is stopped), BoxLost if the box is silent."""
     began = heard = clock()
@@ -176,7 +189,9 @@ def follow(
             heard, offset = now, state.offset
             output += state.log
             if state.log:
-                on_log(state.log)
+                ears.on_log(state.log)
+        else:
+            ears.on_silence(now - heard)
         if state.state in ("exited", "lost", "absent") and not state.more:
             return state, output.decode(errors="replace")
         if now - heard > min(_UNREACHABLE_S, budget_s):

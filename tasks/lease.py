@@ -35,6 +35,18 @@ def read_lease(store: Store, flow_run_id: str) -> Lease | None:
         raise StoreError(f"{layout.lease(flow_run_id)} is not a lease") from None
 
 
+def lease_of(key: str, content: bytes | StoreError | None) -> LeaseSeen:
+    """What reading a lease's object gave."""
+    if content is None:
+        return LeaseSeen()
+    if isinstance(content, StoreError):
+        return LeaseSeen(problem=str(content))
+    try:
+        return LeaseSeen(Lease.model_validate_json(content))
+    except ValidationError:
+        return LeaseSeen(problem=f"{key} is not a lease")
+
+
 def look_for_lease(store: Store, flow_run_id: str) -> LeaseSeen:
     """The lease, its absence, or why neither is known."""
     try:
@@ -43,9 +55,19 @@ def look_for_lease(store: Store, flow_run_id: str) -> LeaseSeen:
         return LeaseSeen(problem=str(error))
 
 
-def hold(store: Store, flow_run_id: str, run: str, *, now: float, until: float) -> None:
+def hold(store: Store, flow_run_id: str, run: str, *, now: float, until: float, max_age_s: float | None = None) -> None:
     """Keep the run's box for debugging until then; the reaper destroys it afterwards. StoreError if that cannot be promised."""
-    write_lease(store, Lease(flow_run_id=flow_run_id, run=run, renewed_at=now, expires_at=now, hold_until=until))
+    held = Lease(
+        flow_run_id=flow_run_id, run=run, renewed_at=now, expires_at=now, hold_until=until, max_age_s=max_age_s
+    )
+    write_lease(store, held)
+
+
+def end_lease(store: Store, flow_run_id: str, now: float) -> None:
+    """Nobody answers for the run's boxes any more: the reaper need not wait for the lease to run out. A hold stands. StoreError."""
+    lease = read_lease(store, flow_run_id)
+    if lease is not None and lease.hold_until is None and lease.expires_at > now:
+        write_lease(store, lease.model_copy(update={"expires_at": now}))
 
 
 class LeaseThread:
@@ -60,11 +82,15 @@ class LeaseThread:
         lease_s: float,
         renew_s: float,
         on_renew: Callable[[], None] = lambda: None,
+        progress_at: Callable[[], float | None] = lambda: None,
+        max_age_s: float | None = None,
+        patience_s: float | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store, self._flow_run_id, self._run = store, flow_run_id, run
         self._lease_s, self._renew_s = lease_s, renew_s
-        self._on_renew, self._clock = on_renew, clock
+        self._max_age_s, self._patience_s = max_age_s, patience_s
+        self._on_renew, self._progress_at, self._clock = on_renew, progress_at, clock
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="lease", daemon=True)
 
@@ -77,7 +103,15 @@ class LeaseThread:
         now = self._clock()
         write_lease(
             self._store,
-            Lease(flow_run_id=self._flow_run_id, run=self._run, renewed_at=now, expires_at=now + self._lease_s),
+            Lease(
+                flow_run_id=self._flow_run_id,
+                run=self._run,
+                renewed_at=now,
+                expires_at=now + self._lease_s,
+                progress_at=self._progress_at(),
+                max_age_s=self._max_age_s,
+                patience_s=self._patience_s,
+            ),
         )
 
     def stop(self) -> None:

@@ -119,6 +119,10 @@ def choose(
         memory=memory,
         hours=round(best.hours, 4),
         hours_from=best.hours_from,
+        phase_hours={
+            name: round(seconds / 3600, 4)
+            for name, (seconds, _) in zip([n for n in recipe.phase_names if n not in done], work.phases, strict=True)
+        },
         notes=(*work.notes, *_over_time(recipe, best.hours)),
         run_usd=ranked[0].run_usd if ranked else None,
         max_usd=recipe.budget.max_usd,

@@ -8,8 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tasks.domain import Box, Instance
-from tasks.errors import BoxLost, BudgetReached, MarketError, RunAborted
-from tasks.remote.jobs import EventTail, Jobs
+from tasks.errors import BoxError, BoxLost, BudgetReached, MarketError, RunAborted
+from tasks.remote.jobs import EventTail, Jobs, JobState
+from tasks.rules.interruption import contract_ending, money_over, price_rise, time_over
+from tasks.rules.stalls import Headway, runner_silent, step_hangs
+from tasks.silence import MarketWord
 from training.contract.events import (
     Abort,
     CheckpointDurable,
@@ -31,7 +34,7 @@ from training.contract.recipe import Budget
 
 log = logging.getLogger(__name__)
 RUNNER = "runner"
-# For a runner told to stop to end its micro-batch and save; the upload of what it saved comes on top.
+# For a runner told to stop to save, once the step that it is in has ended; the upload of what it saved comes on top.
 LAST_SAVE_S = 30
 PHASES_CAPTION = "Loss first and last, reward (mean ± deviation), of each LoRA group its norm at the end of the phase (and the norm of its change in it), and the mean pace of the steps on this box"
 # What a passed liveness check measured, by its stage.
@@ -43,9 +46,8 @@ _STAGES = {
     "step2": "gradient norm of lora_A",
     "end": "norm of the change in this phase",
 }
-# Asking the market costs one of its rate-limited calls; a box that answers need not be asked about.
-_MARKET_EVERY_S = 10.0
-_RETURNED = {"exited", "offline", "stopped", "unknown", "frozen"}
+# A box that answers is asked about seldom, for its price and the end of its contract.
+_LOOK_EVERY_S = 60.0
 
 
 @dataclass
@@ -98,6 +100,8 @@ class PhaseView:
     end: PhaseEnd | None = None
     durable: CheckpointDurable | None = None
     durable_at: float | None = None
+    saved_at: dict[int, float] = field(default_factory=dict)
+    """By step: when its checkpoint was on the box's disk."""
     started_at: float | None = None
     upload: Transfer | None = None
     uploads: list[Transfer] = field(default_factory=list)
@@ -167,6 +171,20 @@ class RunView:
         moments = [view.durable_at for view in self.phases.values() if view.durable_at is not None]
         return max(moments, default=None)
 
+    def last_kept_at(self) -> float | None:
+        """Training up to then need not be done again: the newest durable checkpoint was saved then, and became durable later."""
+        kept = [view.saved_at.get(view.durable.step) for view in self.phases.values() if view.durable is not None]
+        return max((moment for moment in kept if moment is not None), default=None)
+
+    def step_s(self) -> float:
+        """Seconds of the newest step of the slowest phase seen here; 0 before the first."""
+        return max((view.newest.seconds for view in self.phases.values() if view.newest), default=0.0)
+
+    def upload_s(self) -> float | None:
+        """How long the newest checkpoint took to become durable; None if none has yet."""
+        durable = [view.durable for view in self.phases.values() if view.durable is not None]
+        return max(durable, key=lambda event: event.t).seconds if durable else None
+
     def _absorb(self, event: Event) -> None:
         match event:
             case Heartbeat():
@@ -193,6 +211,7 @@ class RunView:
                     "phase %s step %d: alive: %s%s", event.phase, event.step, stage, f": {groups}" if groups else ""
                 )
             case CheckpointSaved():
+                self.phase(event.phase).saved_at[event.step] = event.t
                 log.info(
                     "phase %s step %d: checkpoint saved on the box, %.1f MB", event.phase, event.step, event.bytes / 1e6
                 )
@@ -248,8 +267,26 @@ class RunView:
                 view.uploads.append(event)
 
 
+@dataclass(frozen=True)
+class Around:
+    """What the watcher must know of the run around its box, and whom it tells. The defaults do for a box that is watched alone."""
+
+    headway: Headway = field(default_factory=lambda: Headway(0.0))
+    max_dph_usd: float = float("inf")
+    rest_s: Callable[[RunView], float] = lambda view: 0.0
+    """Seconds of training that are left at this box's pace."""
+    elsewhere_usd: Callable[[], float | None] = lambda: None
+    """What the rest would take on the best other offer; None if there is none."""
+    repriced: Callable[[float], None] = lambda dph_usd: None
+    saved: Callable[[], str] = lambda: "what the manifests name is in the bucket"
+    """What the bucket itself says is safe, in a sentence."""
+
+
 class Watcher:
-    """Reads one box's events and decides whether it still lives. Times are injected so that tests wait for nothing."""
+    """Reads one box's events and decides whether it still lives and is still worth its price. Times are injected so that tests wait for nothing.
+
+    `pace` shortens the pauses between two looks at the market, as the rehearsal's clock needs it.
+    """
 
     def __init__(
         self,
@@ -262,28 +299,26 @@ class Watcher:
         spent_usd: Callable[[], float],
         deadline: float,
         poll_s: float,
+        around: Around | None = None,
+        pace: float = 1.0,
         clock: Callable[[], float] = time.time,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.view = RunView()
         self._box, self._jobs, self._tail, self._show, self._budget = box, jobs, tail, show, budget
-        self._spent_usd, self._deadline, self._poll_s, self._clock, self._sleep = (
-            spent_usd,
-            deadline,
-            poll_s,
-            clock,
-            sleep,
-        )
-        self._asked_market_at = 0.0
+        self._spent_usd, self._deadline, self._poll_s = spent_usd, deadline, poll_s
+        self._around, self._pace, self._clock, self._sleep = around or Around(), min(1.0, pace), clock, sleep
+        self._dph_usd = box.dph_usd
+        self._ask_market = MarketWord(box.instance_id, lambda box_id: self._show(box_id), pace=pace, clock=clock)
+        self._looked_at = 0.0
         self._job_gone = False
         self._log_offset = 0
         self._log_end = b""
 
     def until(self, done: Callable[[RunView], bool], *, tick: Callable[[RunView], None] = lambda view: None) -> None:
-        """Poll until `done`. RunAborted, BoxLost or BudgetReached when that will never be."""
+        """Poll until `done`. RunAborted, BoxLost or BudgetReached when that will never be; what can still be saved is saved before."""
         while True:
-            events = self._tail.read()
-            self.view.absorb(events)
+            heard = self._listen()
             tick(self.view)
             if done(self.view):
                 return
@@ -291,9 +326,17 @@ class Watcher:
             self._refuse_overspent()
             self._refuse_hung()
             # A box that speaks lives: only silence is worth a second question.
-            if not events:
+            if heard:
+                self._refuse_dearer_or_ending()
+            else:
                 self._refuse_dead()
             self._sleep(self._poll_s)
+
+    def _listen(self) -> bool:
+        events = self._tail.read()
+        self.view.absorb(events)
+        self._around.headway.absorb(events, self._clock())
+        return bool(events)
 
     def _refuse_aborted(self) -> None:
         abort = self.view.abort
@@ -317,68 +360,116 @@ class Watcher:
         raise RunAborted(sentence)
 
     def _refuse_overspent(self) -> None:
-        spent = self._spent_usd()
-        if spent >= self._budget.max_usd:
-            self._jobs.stop(RUNNER, grace_s=LAST_SAVE_S + self._budget.last_upload_s)
-            raise BudgetReached(
-                f"spent about ${spent:.4f} of budget.max_usd = ${self._budget.max_usd:.2f}; what the manifests name is in the bucket, raise the budget and run again to go on"
-            )
-        if self._clock() >= self._deadline:
-            self._jobs.stop(RUNNER, grace_s=LAST_SAVE_S + self._budget.last_upload_s)
-            raise BudgetReached(
-                f"budget.max_hours = {self._budget.max_hours:g} is over; what the manifests name is in the bucket, run again to go on"
-            )
+        # Near its end a run is better finished than saved.
+        save_s = min(self._save_s(), self._around.rest_s(self.view))
+        if over := money_over(self._budget, spent_usd=self._spent_usd(), dph_usd=self._dph_usd, save_s=save_s):
+            raise BudgetReached(f"{over}; {self._wind_down()}; raise the budget and run again to go on")
+        if over := time_over(self._budget, now=self._clock(), deadline=self._deadline, save_s=save_s):
+            raise BudgetReached(f"{over}; {self._wind_down()}; run again to go on")
 
     def _refuse_hung(self) -> None:
-        """A heart may beat beside a step that never ends, and each beat is an event: only the step's own length tells."""
-        if self.view.in_step_s > self._budget.silent_s:
-            raise BoxLost(
-                f"box {self._box.instance_id}: a step has not ended for {self.view.in_step_s:.0f} s (budget.silent_s = {self._budget.silent_s})"
+        if hangs := step_hangs(self.view.in_step_s, self._budget.silent_s):
+            raise BoxLost(f"box {self._box.instance_id}: {hangs}")
+
+    def _refuse_dearer_or_ending(self) -> None:
+        """The box works, so nothing but its price and the end of its contract is asked about, and what it has done is saved before it is left."""
+        row = self._row(_LOOK_EVERY_S)
+        if row is None:
+            return
+        save_s = self._save_s() + 2 * _LOOK_EVERY_S * self._pace
+        rest_s = self._around.rest_s(self.view)
+        if why := contract_ending(row.end_date, now=self._clock(), save_s=save_s, rest_s=rest_s):
+            self._leave(why, "contract")
+        if row.dph_total_usd is not None:
+            self._judge_price(row.dph_total_usd)
+
+    def _judge_price(self, seen_usd: float) -> None:
+        why = price_rise(
+            self._dph_usd,
+            seen_usd,
+            cap_usd=self._around.max_dph_usd,
+            rest_s=self._around.rest_s(self.view),
+            spent_usd=self._spent_usd(),
+            max_usd=self._budget.max_usd,
+            elsewhere_usd=self._around.elsewhere_usd(),
+        )
+        if abs(seen_usd - self._dph_usd) > 0.001 * self._dph_usd:
+            log.warning(
+                "box %d: its price was $%.3f/h and is $%.3f/h now", self._box.instance_id, self._dph_usd, seen_usd
             )
+            self._dph_usd = seen_usd
+            self._around.repriced(seen_usd)
+        if why:
+            self._leave(why, "price")
+
+    def _leave(self, why: str, fault: str) -> None:
+        log.warning("box %d: %s; it saves and is left", self._box.instance_id, why)
+        raise BoxLost(f"box {self._box.instance_id}: {why}; {self._wind_down()}", blame="other", fault=fault)
 
     def _refuse_dead(self) -> None:
-        job = self._jobs.poll(RUNNER, self._log_offset)
-        self._log_offset = job.offset
-        self._log_end = (self._log_end + job.log)[-2000:]
+        job = self._poll_runner()
         if job.state in {"exited", "lost", "absent"}:
             if not self._job_gone:
                 # One more round: the last events may have been written after we read them.
                 self._job_gone = True
                 return
-            code = f" with code {job.exit_code}" if job.exit_code is not None else ""
-            said = self._log_end.decode(errors="replace").strip().splitlines()[-3:]
-            sentence = f"box {self._box.instance_id}: the runner has {job.state}{code} without finishing" + (
-                f"; it said: {' | '.join(said)}" if said else ""
-            )
-            raise BoxLost(sentence, blame="host" if job.state == "lost" else "other")
+            raise BoxLost(self._ended(job), blame="host" if job.state == "lost" else "other")
         self._job_gone = False
+        silent_s = self._tail.silent_s(self._clock())
         if job.state == "unknown":
-            self._refuse_vanished()
-        silent = self._tail.silent_s(self._clock())
-        if silent > self._budget.silent_s:
-            raise BoxLost(
-                f"box {self._box.instance_id}: no event for {silent:.0f} s (budget.silent_s = {self._budget.silent_s})"
-            )
+            self._ask_market(silent_s)
+        if silent := runner_silent(silent_s, self._budget.silent_s):
+            raise BoxLost(f"box {self._box.instance_id}: {silent}")
 
-    def _refuse_vanished(self) -> None:
-        """The box does not answer: ask the market, which knows of hosts that are gone. An unsure answer decides nothing."""
+    def _poll_runner(self) -> JobState:
+        job = self._jobs.poll(RUNNER, self._log_offset)
+        self._log_offset = job.offset
+        self._log_end = (self._log_end + job.log)[-2000:]
+        return job
+
+    def _ended(self, job: JobState) -> str:
+        how = {
+            "exited": f"ended with code {job.exit_code} without finishing",
+            "lost": "is gone without an exit code: the box was restarted, or its processes were killed",
+            "absent": "was never started here, or its folder is gone",
+        }[job.state]
+        said = self._log_end.decode(errors="replace").strip().splitlines()[-3:]
+        return f"box {self._box.instance_id}: the runner {how}" + (f"; it said: {' | '.join(said)}" if said else "")
+
+    def _row(self, every_s: float) -> Instance | None:
+        """The market's row of a box that answers; None if it was asked a moment ago, or cannot say."""
         now = self._clock()
-        if now - self._asked_market_at < _MARKET_EVERY_S:
-            return
-        self._asked_market_at = now
+        if now - self._looked_at < every_s * self._pace:
+            return None
+        self._looked_at = now
         try:
-            instance = self._show(self._box.instance_id)
+            return self._show(self._box.instance_id)
         except MarketError as error:
-            log.warning("box %d does not answer, nor does the market: %s", self._box.instance_id, error)
-            return
-        if instance is None:
-            raise BoxLost(f"box {self._box.instance_id}: the market no longer has it")
-        if instance.taken_back and instance.is_bid:
-            raise BoxLost(f"box {self._box.instance_id}: outbid", blame="other", fault="outbid")
-        if instance.actual_status in _RETURNED:
-            raise BoxLost(
-                f"box {self._box.instance_id}: does not answer and the market says '{instance.actual_status}'"
-            )
-        log.warning(
-            "box %d does not answer; the market says '%s', still waiting", self._box.instance_id, instance.actual_status
-        )
+            log.warning("box %d: its price and end cannot be asked for now: %s", self._box.instance_id, error)
+            return None
+
+    def _save_s(self) -> float:
+        """Seconds that a runner told to stop takes for the step that it is in, its save, and the upload."""
+        upload_s = self.view.upload_s()
+        longest_s = self._budget.last_upload_s
+        return LAST_SAVE_S + self.view.step_s() + (longest_s if upload_s is None else min(longest_s, upload_s))
+
+    def _wind_down(self) -> str:
+        """Have the runner save, upload and end; what is safe afterwards, by the bucket's own word. A box that no longer answers has nothing to add."""
+        grace_s = LAST_SAVE_S + self.view.step_s() + self._budget.last_upload_s
+        end = self._clock() + grace_s + 2 * LAST_SAVE_S
+        try:
+            self._jobs.tell_to_stop(RUNNER, grace_s=grace_s)
+        except BoxError as error:
+            return f"the runner could not be told to save ({error}); {self._around.saved()}"
+        while self._clock() < end:
+            heard, state = self._listen(), self._poll_runner().state
+            if state in {"exited", "lost", "absent"} and not heard:
+                break
+            if state == "unknown":
+                try:
+                    self._ask_market(self._tail.silent_s(self._clock()))
+                except BoxLost as lost:
+                    return f"it was lost while it saved ({lost}); {self._around.saved()}"
+            self._sleep(self._poll_s)
+        return self._around.saved()

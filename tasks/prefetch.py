@@ -37,10 +37,12 @@ def watch(
     sleep: Callable[[float], None] = time.sleep,
     poll_s: float = _POLL_S,
     on_transfer: Callable[[Transfer], None] = lambda event: None,
+    on_silence: Callable[[float], None] = lambda silent_s: None,
 ) -> None:
     """Wait until everything is on the box and verified.
 
-    TransferFailed if it stalls, is too slow for the budget, or gives up (the rates are named); BoxLost if the box is silent.
+    TransferFailed if it stalls, is too slow for the budget, or gives up (the rates are named); BoxLost if the box is silent. `on_silence` hears for
+    how long it has not answered, and may raise BoxLost sooner.
     """
     jobs, tail = Jobs(remote), EventTail(remote, clock=clock)
     began = heard = clock()
@@ -52,6 +54,8 @@ def watch(
         now = clock()
         if state.state != "unknown":
             heard, offset, output = now, state.offset, (output + state.log)[-4000:]
+        else:
+            on_silence(now - heard)
         for event in tail.read():
             if isinstance(event, Notice) and event.what == PREFIX:
                 log.warning("prefetch: %s", event.reason)

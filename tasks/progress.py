@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tasks.errors import UserError
-from training.box.store import Store
-from training.contract import claims
+from tasks.phase import RunView
+from training.box.store import Store, StoreError
+from training.contract import claims, layout
 from training.contract.claims import ClaimError
 from training.contract.manifest import Manifest, ManifestError
 from training.contract.recipe import Recipe
@@ -23,6 +26,28 @@ def newest_manifests(recipe: Recipe, store: Store, digests: dict[str, str]) -> d
     except (ClaimError, ManifestError) as error:
         raise UserError(str(error)) from None
     return found
+
+
+def safe_sentence(store: Store, run: str, manifests: Mapping[str, Manifest], view: RunView) -> str:
+    """What of the run is safe: its furthest manifest, after a look at every file that it names. Says what is missing, or that nobody could look."""
+    if not manifests:
+        return "nothing is in the bucket yet"
+    manifest = list(manifests.values())[-1]
+    where = layout.manifest(run, manifest.phase, manifest.step)
+    try:
+        missing = [
+            name
+            for name, entry in sorted(manifest.files.items())
+            if store.size(layout.blob(run, entry.sha256)) != entry.bytes
+        ]
+    except StoreError as error:
+        return f"the newest manifest known is {where}, and whether its files are there cannot be asked for now: {error}"
+    if missing:
+        return f"{where} names {', '.join(missing)}, which the bucket does not hold in full: an earlier checkpoint will be gone on from"
+    saved = f"saved and verified: {manifest.phase} step {manifest.step} of {manifest.max_steps} ({len(manifest.files)} files, {manifest.total_bytes / 1e6:.1f} MB, {where})"
+    trained = view.phases[manifest.phase].step if manifest.phase in view.phases else 0
+    lost = f", {trained - manifest.step} later steps are not" if trained > manifest.step else ""
+    return saved + lost
 
 
 def _require_fit(recipe: Recipe, key: str, manifest: Manifest, digests: dict[str, str]) -> None:

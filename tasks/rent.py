@@ -28,6 +28,7 @@ from tasks.market.protocol import CreateRequest, Market
 from tasks.rules.pricing import BID_MARGIN, CREDIT_MARGIN, dph_at_disk, storage_usd_h
 from tasks.rules.tiers import TIERS
 from tasks.settings import Settings
+from tasks.signals import signals_held
 from training.box.store import Store, StoreError
 from training.contract import layout
 from training.contract.recipe import Recipe
@@ -132,7 +133,6 @@ class _Renting:
         began = self.clock()
         try:
             instance_id = self._create(bid_usd)
-            self._note("created", instance_id=instance_id)
             self._verify(self._first_look(instance_id))
             self.market.attach_key(instance_id, self.request.public_key)
             return self._running(instance_id, until=began + self.request.recipe.box.boot_s)
@@ -214,16 +214,21 @@ class _Renting:
             bid_usd=bid_usd,
         )
         try:
-            instance_id = self.market.create(wanted)
+            # A signal between the reply and the intent would leave a box whose id nobody knows, and listings may hide it for minutes.
+            with signals_held():
+                return self._created(self.market.create(wanted))
         except Ambiguous as error:
-            instance_id = self._reconcile(error)
+            return self._created(self._reconcile(error))
         except MarketError as error:
             if error.instance_id is None:
                 self._note("refused", reason=str(error))
                 raise
-            self.made.add(error.instance_id)
+            self._created(error.instance_id)
             raise BootFailed(f"refused, and a box was made all the same: {error}", blame="other") from error
+
+    def _created(self, instance_id: int) -> int:
         self.made.add(instance_id)
+        self._note("created", instance_id=instance_id)
         return instance_id
 
     def _reconcile(self, error: Ambiguous) -> int:
@@ -371,7 +376,10 @@ class _Renting:
         if self.intent is None:
             return
         known = instance_id if instance_id is not None else self.intent.instance_id
-        self.intent = self.intent.model_copy(update={"state": state, "instance_id": known, "reason": reason[:300]})
+        closed_at = None if state in {"written", "created"} else self.clock()
+        self.intent = self.intent.model_copy(
+            update={"state": state, "instance_id": known, "reason": reason[:300], "closed_at": closed_at}
+        )
         key = layout.intent(self.request.flow_run_id, self.request.attempt)
         try:
             self.store.put_bytes(key, self.intent.model_dump_json().encode())

@@ -11,17 +11,30 @@ from tasks.artifacts import Progress
 from tasks.destroy import read_intents
 from tasks.domain import Box, Endpoint, Flight, Plan, RankedOffer
 from tasks.errors import AttemptsExhausted, BudgetReached, MarketError, NoOffers
-from tasks.flight import FlightRecorder, closed_for_the_dead, read_flight, with_boxes_of
+from tasks.flight import (
+    FlightRecorder,
+    closed_for_the_dead,
+    last_sign,
+    planned_by_step,
+    price_now,
+    read_flight,
+    with_boxes_of,
+)
 from tasks.market import open_market
 from tasks.market.protocol import Market
-from tasks.phase import RunView, Watcher
+from tasks.phase import Around, RunView, Watcher
 from tasks.plan_table import no_offers_sentence
-from tasks.progress import newest_manifests
+from tasks.progress import newest_manifests, safe_sentence
 from tasks.receipt import DAY_S
 from tasks.remote.ssh import Remote, make_key
+from tasks.rules.interruption import money_over, time_over
+from tasks.rules.pricing import phase_s
+from tasks.rules.stalls import Headway
 from tasks.settings import Settings
+from tasks.silence import MarketWord
 from training.box.store import Store, StoreError
 from training.contract import layout
+from training.contract.events import Transfer
 from training.contract.manifest import Manifest
 from training.contract.recipe import Recipe
 
@@ -60,13 +73,18 @@ class Run:
         self.attempts = 0
         self.uncounted = 0
         """Attempts that were no box of this process: offers that were gone, and those before the flow run was started again."""
-        self._charged: tuple[float, float] = (0.0, float("-inf"))
+        self._charged: tuple[float, float] = (0.0, clock())
+        """Dollars that the market had charged, and when it said so."""
+        self._ask_charges_at = 0.0
         self.tried: set[int] = set()
         self.image_faults: dict[str, list[int]] = {}
         """What was wrong with the image, and the machines that it was seen on."""
         self.preflight_left_s = 0.0
         """Of the present box's time for checks."""
         self.keep = False
+        self.headway = Headway(clock())
+        self.ask_market: Callable[[float], None] = lambda silent_s: None
+        """Asks the market about the present box, which has not answered for so long; BoxLost if it is lost."""
 
     @property
     def key_path(self) -> Path:
@@ -117,6 +135,7 @@ class Run:
             planned_usd=planned.run_usd,
             max_usd=self.recipe.budget.max_usd,
             market=self.market.name,
+            planned=planned_by_step(planned),
         )
         if earlier is not None:
             # Prefect starts a flow run again under the same id; the boxes of its earlier life stay on its bill.
@@ -157,24 +176,86 @@ class Run:
         self.watcher.until(done, tick=tick)
 
     @property
+    def progress_at(self) -> float:
+        """When the run last got anywhere, for its lease; asked by the lease thread."""
+        recorder = self.recorder
+        return max(self.headway.at, last_sign(recorder.flight) if recorder is not None else 0.0)
+
+    def heard_installer(self, log: bytes) -> None:
+        """A line of an installer is progress. BudgetReached if there is nothing left to pay it with."""
+        self.headway.mark(self.clock())
+        self._refuse_overspent()
+
+    def saw_bytes(self, event: Transfer) -> None:
+        """More bytes are progress. BudgetReached if there is nothing left to pay them with."""
+        self.headway.absorb([event], self.clock())
+        self._refuse_overspent()
+
+    @property
     def flight(self) -> FlightRecorder:
         assert self.recorder is not None, "take_off comes before the first step"
         return self.recorder
 
+    def around(self) -> Around:
+        """What the present box's watcher must know of the run."""
+        return Around(
+            headway=self.headway,
+            max_dph_usd=self.recipe.box.max_dph_usd,
+            rest_s=self.rest_s,
+            elsewhere_usd=self.elsewhere_usd,
+            repriced=self.flight.repriced,
+            saved=self.saved,
+        )
+
+    def rest_s(self, view: RunView) -> float:
+        """Seconds of training left, at the pace measured on this box where there is one."""
+        rest_s = 0.0
+        for phase in self.recipe.phases:
+            seen = view.phases.get(phase.name)
+            if phase.name not in self.phases_left() or phase.name in view.done_before or (seen and seen.end):
+                continue
+            step_s = (seen.pace.step_s if seen else None) or phase_s(self.recipe, phase.name) / phase.steps
+            rest_s += (phase.steps - (seen.step if seen else 0)) * step_s
+        return rest_s
+
+    def elsewhere_usd(self) -> float | None:
+        """What the cheapest offer not tried yet would take, by the last plan; None if there is none."""
+        left = self._untried()
+        return left[0].run_usd if left else None
+
+    def saved(self) -> str:
+        """What is safe, by the bucket's own word; asked after a runner was told to save and end."""
+        self.refresh()
+        return safe_sentence(self.store, self.recipe.name, self.manifests, self.view)
+
     def spent_usd(self) -> float:
-        """Dollars so far: time at the boxes' prices, or what the market has charged where that is more, since only it counts bytes."""
-        charged, asked_at = self._charged
-        if self.clock() - asked_at > _ASK_CHARGES_S:
+        """Dollars so far: time at the boxes' prices, or what the market has charged where that is more, since only it counts bytes. To what
+        it had charged when it was asked, the time since then is added."""
+        if self.clock() >= self._ask_charges_at:
+            self._ask_charges_at = self.clock() + _ASK_CHARGES_S
             ids = tuple(each.instance_id for each in self.flight.flight.attempts if each.instance_id is not None)
             try:
                 found = (
                     self.market.charges(ids, self.flight.flight.started_at - DAY_S, self.clock() + 60) if ids else []
                 )
-                charged = sum(charge.usd for charge in found)
+                self._charged = (sum(charge.usd for charge in found), self.clock())
             except MarketError as error:
                 log.warning("what was charged so far cannot be asked for now: %s", error)
-            self._charged = (charged, self.clock())
-        return max(charged, self.flight.spent_usd())
+        charged, since = self._charged
+        attempts = self.flight.flight.attempts
+        running_usd_h = price_now(attempts[-1]) if attempts and not attempts[-1].ended else 0.0
+        return max(charged + running_usd_h * (self.clock() - since) / 3600, self.flight.spent_usd())
+
+    def _refuse_overspent(self) -> None:
+        """Before the runner has started there is nothing to save on the present box."""
+        budget = self.recipe.budget
+        over = money_over(budget, spent_usd=self.spent_usd(), dph_usd=0.0, save_s=0.0) or time_over(
+            budget, now=self.clock(), deadline=self.deadline, save_s=0.0
+        )
+        if over:
+            raise BudgetReached(
+                f"{over}, and this box has not trained yet; what the manifests name is in the bucket, run again to go on"
+            )
 
     def next_offer(self) -> RankedOffer:
         """The cheapest offer not tried yet. NoOffers, AttemptsExhausted or BudgetReached when there is none to try."""
@@ -187,9 +268,9 @@ class Run:
             raise BudgetReached(
                 f"budget.max_hours = {budget.max_hours:g} is over, so no other box is rented; what the manifests name is in the bucket, run again to go on"
             )
-        self._charged = (self._charged[0], float("-inf"))
+        self._ask_charges_at = 0.0
         spent = self.spent_usd()
-        left = [ranked for ranked in self.planned.offers if ranked.offer.machine_id not in self.tried]
+        left = self._untried()
         if not left:
             raise (
                 AttemptsExhausted(f"all {len(self.tried)} machines that fit were tried: {self._reasons()}")
@@ -203,6 +284,9 @@ class Run:
         self.attempts += 1
         self.tried.add(left[0].offer.machine_id)
         return left[0]
+
+    def _untried(self) -> list[RankedOffer]:
+        return [ranked for ranked in self.planned.offers if ranked.offer.machine_id not in self.tried]
 
     def open(self, box: Box, endpoints: tuple[Endpoint, ...]) -> Remote:
         """The connection to the present box. Addresses move, so all but the first login asks the market for them."""
@@ -219,6 +303,10 @@ class Run:
         for endpoint in known[:1]:
             log.info("reach it by: ssh -i %s -p %d %s@%s", box.key_path, endpoint.port, box.ssh_user, endpoint.host)
         self.box = box
+        self.headway.begin_box(self.clock())
+        self.ask_market = MarketWord(
+            box.instance_id, self.market.show, pace=self.settings.market_pace, clock=self.clock
+        )
         self.remote = Remote(
             box.ssh_user, box.key_path, box.known_hosts_path, resolve, key_refused=lambda: self._attach_key_again(box)
         )

@@ -113,6 +113,9 @@ def replaced_if_lost(run: Run, box: Box) -> Iterator[None]:
         _raise_if_kept(run, error)
         give_back(run, error)
         _raise_if_hopeless(run, error)
+    except LiveryError:
+        boxes.keep_events(run)  # the box that could tell why is destroyed next
+        raise
     else:
         run.flight.attempt_done()
 
@@ -240,10 +243,10 @@ def export(run: Run, box: Box) -> None:
     log.info("adapter: %s", run.adapter_uri)
 
 
+# No tags on what gives boxes back: Prefect asks its server for the limits of each tag before a task begins, and it may be gone.
 @task(
     name="destroy",
     task_run_name="destroy",
-    tags=["teardown"],
     retries=4,
     retry_delay_seconds=[1, 2, 4, 8],
     timeout_seconds=20 * _MINUTE,
@@ -255,7 +258,7 @@ def destroy(run: Run) -> Destruction:
     return destroy_run(run.market, run.flow_run_id, store=run.store, poll_s=run.settings.poll_s)
 
 
-@task(name="give back", task_run_name="give back", tags=["teardown"], timeout_seconds=20 * _MINUTE, **_PLAIN)
+@task(name="give back", task_run_name="give back", timeout_seconds=20 * _MINUTE, **_PLAIN)
 def give_back(run: Run, error: BoxError) -> None:
     """A box that will not do: save its story, destroy it, remember the machine if it is to blame."""
     boxes.give_back(run, error)

@@ -124,6 +124,12 @@ FAULTS: dict[str, Fault] = {
     "charges.lag": _call(
         "Until this is taken back, a box is on the bill only this long after its end.", float, "s", 3600.0
     ),
+    "charges.behind": _call(
+        "Until this is taken back, the bill is this long behind: of each box, what it cost until then.",
+        float,
+        "s",
+        3600.0,
+    ),
     "destroy.429": _calls("DELETE answers 429.", 3),
     "destroy.200_but_stays": _call(
         "DELETE answers 200, but the box stays, billed, for this many further looks at it.", int, "polls", 3
@@ -146,6 +152,12 @@ FAULTS: dict[str, Fault] = {
     "bid.outbid_after": _box("A bid box is outbid, and stops, this long after running.", float, "s", 5.0),
     "host.reclaim_stop": _box(
         "The host reclaims the GPU, and the box stops, this long after running.", float, "s", 5.0
+    ),
+    "host.reboots_after": _box(
+        "The host reboots this long after running: every process is gone, the ports are new, the disk stays.",
+        float,
+        "s",
+        5.0,
     ),
     "contract.ends_after": _box(
         "The contract ends this long after running: the box stops for good, and is deleted 48 hours later.",

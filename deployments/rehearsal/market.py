@@ -239,10 +239,9 @@ class Market:
     def reboot(self, contract: Contract, *, wipe: bool = False) -> None:
         """Kills every process of the box and starts it again; the disk stays, unless `wipe` (the market's recycle)."""
         now = self.settle()
-        self._halt(contract, "rebooting", now)
+        self._reboot(contract, now)
         if wipe:
             self.host.wipe(contract)
-        self._plan(contract, now + self.boot_s / 2, "running")
 
     def lose(self, contract: Contract) -> None:
         """The host vanishes: processes gone, SSH refused, state offline, nothing billed."""
@@ -385,6 +384,7 @@ class Market:
             ("boot.offline_after", "offline"),
             ("bid.outbid_after", "stopped"),
             ("host.reclaim_stop", "stopped"),
+            ("host.reboots_after", "reboots"),
             ("price.increase_after", "dearer"),
             ("ssh.refused_for", "ssh_opens"),
             ("ssh.key_missing_for", "keys_arrive"),
@@ -417,6 +417,10 @@ class Market:
             case "stopped":
                 contract.intended = "stopped"
                 self._halt(contract, "stopped", at)
+            case "reboots":
+                del contract.effects["host.reboots_after"]  # once: the box that comes up again stays up
+                contract.port_moves += 1
+                self._reboot(contract, at)
             case "unknown":
                 contract.status = "unknown"
             case "back":
@@ -454,6 +458,10 @@ class Market:
         contract.keys_live = "ssh.key_missing_for" not in contract.effects
         self._plan_after_running(contract, at)
         self.host.boot(contract)
+
+    def _reboot(self, contract: Contract, at: float) -> None:
+        self._halt(contract, "rebooting", at)
+        self._plan(contract, at + self.boot_s / 2, "running")
 
     def _halt(self, contract: Contract, status: str, at: float) -> None:
         self._bill(contract, at)

@@ -72,6 +72,6 @@ class Market(Protocol):
         """Let this key log in; survives the host's rewriting of authorized_keys."""
         ...
 
-    def charges(self, instance_ids: tuple[int, ...], since: float, until: float) -> list[Charge]:
-        """What was charged for these boxes."""
+    def charges(self, instance_ids: tuple[int, ...] | None, since: float, until: float) -> list[Charge]:
+        """What was charged for these boxes, or with None for every box that the account has had, ours or not."""
         ...

@@ -288,11 +288,27 @@ def charges_of(call: str, row: Any) -> tuple[int | None, list[Charge]]:
                 instance_id=instance_id,
                 kind=_CHARGE_KINDS.get(str(item.get("type")), "other"),
                 usd=_needed(item, "amount"),
+                since=_moment(row, "start"),
+                until=_moment(row, "end"),
+                label=_label_in(row.get("metadata")),
             )
             for item in row["items"]
         ]
     except (ValueError, AttributeError) as error:
         raise ShapeError(f"{call}: charges of instance {instance_id}: {error}") from None
+
+
+def _moment(row: Mapping[str, Any], name: str) -> float | None:
+    """Epoch seconds; None for a form nobody knows, since when it was is not worth losing what it was."""
+    try:
+        return _number(row, name)
+    except ValueError:
+        return None
+
+
+def _label_in(metadata: Any) -> str | None:
+    label = metadata.get("label") if isinstance(metadata, dict) else None
+    return label if isinstance(label, str) else None
 
 
 def _number(row: Mapping[str, Any], name: str) -> float | None:

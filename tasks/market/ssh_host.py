@@ -240,8 +240,8 @@ class SshHost:
     def attach_key(self, instance_id: int, public_key: str) -> None:
         self._run(_ATTACH, "attach key", stdin=f"{public_key.strip()} {_key_mark(instance_id)}\n".encode())
 
-    def charges(self, instance_ids: tuple[int, ...], since: float, until: float) -> list[Charge]:
-        return [Charge(instance_id=instance_id, kind="other", usd=0.0) for instance_id in instance_ids]
+    def charges(self, instance_ids: tuple[int, ...] | None, since: float, until: float) -> list[Charge]:
+        return [Charge(instance_id=instance_id, kind="other", usd=0.0) for instance_id in instance_ids or ()]
 
     def _holder(self) -> Held | None:
         try:

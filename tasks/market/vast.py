@@ -200,10 +200,11 @@ class VastMarket:
             if "already" not in str(error).lower() and "duplicate" not in str(error).lower():
                 raise
 
-    def charges(self, instance_ids: tuple[int, ...], since: float, until: float) -> list[Charge]:
+    def charges(self, instance_ids: tuple[int, ...] | None, since: float, until: float) -> list[Charge]:
         filters = {"day": {"gte": int(since), "lte": int(until) + 1}, "type": {"in": ["instance"]}}
         params = {"select_filters": json.dumps(filters), "limit": "500"}
         found: list[Charge] = []
+        read = 0
         for _ in range(MAX_PAGES):
             call = _Call("GET", "/api/v0/charges/", params=params, repeatable=True)
             body = self._send(call)
@@ -211,8 +212,11 @@ class VastMarket:
                 raise ShapeError(f"{call.name}: want an object with a list 'results', seen {str(body)[:200]!r}")
             for row in body["results"]:
                 instance_id, charges = replies.charges_of(call.name, row)
-                found += charges if instance_id in instance_ids else []
+                found += charges if instance_ids is None or instance_id in instance_ids else []
+            read += len(body["results"])
             if not body.get("next_token"):
+                if isinstance(body.get("total"), int) and read < body["total"]:
+                    raise ShapeError(f"charges: {read} of {body['total']} rows, and no token for the rest")
                 return found
             params["after_token"] = str(body["next_token"])
         raise ShapeError(f"charges: more than {MAX_PAGES} pages")

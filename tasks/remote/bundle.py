@@ -39,11 +39,12 @@ def box_command(*words: str) -> str:
     return f'{FIND_PYTHON}; exec "$P" -S "$HOME"/{layout.BOX_ZIP} {shlex.join(words)}'
 
 
-def onstart(*, hard_end: int, silent_s: float = 45 * 60, poll_s: float = 30) -> str:
+def onstart(*, hard_end: int, silent_s: float = 2700, stalled_s: float = 7200, poll_s: float | None = None) -> str:
     """The script for the create call: keeps the per-instance key for the dead-man (0600) and starts it, detached.
 
     At boot the container's environment holds CONTAINER_ID and CONTAINER_API_KEY; a later login does not see them.
-    `hard_end` is the label's, in epoch seconds; at most 3,000 characters.
+    `hard_end` is the label's, in epoch seconds; `silent_s` and `stalled_s` are LIVERY_DEADMAN_SILENT_S and …_STALLED_S, looked at
+    every `poll_s` (30 s, or sooner where the silence is short). At most 3,000 characters.
     """
     source = _without_docstrings(files("training.box").joinpath("deadman.py").read_text())
     packed = base64.b64encode(zlib.compress(source.encode(), 9)).decode()
@@ -54,7 +55,7 @@ def onstart(*, hard_end: int, silent_s: float = 45 * 60, poll_s: float = 30) -> 
             f' "$CONTAINER_ID" "$CONTAINER_API_KEY" "$VAST_URL" > ~/{layout.BOX_INSTANCE_ENV})',
             f"for p in {' '.join(_PYTHONS)}; do P=$(command -v $p) && break; done",
             f"setsid nohup $P -c 'import base64,zlib;exec(zlib.decompress(base64.b64decode(\"{packed}\")))'"
-            f" {hard_end} {silent_s:g} {poll_s:g} >>~/{layout.BOX_HOME}/deadman.log 2>&1 </dev/null &",
+            f" {hard_end} {silent_s:g} {poll_s or min(30.0, silent_s / 10):g} {stalled_s:g} >>~/{layout.BOX_HOME}/deadman.log 2>&1 </dev/null &",
         ]
     )
     if len(script) > ONSTART_CHARACTERS:

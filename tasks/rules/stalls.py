@@ -1,10 +1,13 @@
-"""Is it still getting somewhere? Transfers by budget, stall and projected finish; the runner by its silence. No clock, no I/O."""
+"""Is it still getting somewhere? Transfers by budget, stall and projected finish; the runner by its silence and the length of its step;
+the whole run by when it last came forward. No clock, no I/O."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from training.contract.events import Event, Heartbeat, Notice, PhaseStart, Step, Transfer
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,56 @@ def patience_s(budget_s: float) -> float:
     return min(120.0, budget_s / 5)
 
 
-def runner_silent(last_event_at: float, now: float, silent_s: float) -> str | None:
-    """The sentence if the runner has said nothing for too long, else None. It has a heartbeat, so a long step is no silence."""
-    silence = now - last_event_at
-    return None if silence <= silent_s else f"no event from the runner for {silence:.0f} s, at most {silent_s:.0f}"
+def runner_silent(silence_s: float, limit_s: float) -> str:
+    """The sentence if the runner has said nothing for too long, else empty. It has a heartbeat, so a long step is no silence."""
+    return "" if silence_s <= limit_s else f"no event for {silence_s:.0f} s (budget.silent_s = {limit_s:g})"
+
+
+def step_hangs(in_step_s: float, limit_s: float) -> str:
+    """The sentence if the step has gone on for too long, else empty. A heart beats beside a step that never ends: only its own length tells."""
+    return "" if in_step_s <= limit_s else f"a step has not ended for {in_step_s:.0f} s (budget.silent_s = {limit_s:g})"
+
+
+@dataclass
+class Headway:
+    """When a run last got anywhere. A heart beats beside a step that never ends, so heartbeats and notices are no progress, nor is a
+    transfer that says the same bytes again."""
+
+    at: float
+    _furthest: dict[str, int] = field(default_factory=dict)
+
+    def mark(self, now: float) -> None:
+        self.at = max(self.at, now)
+
+    def begin_box(self, now: float) -> None:
+        """A new box does again what the lost one did, and that is progress."""
+        self._furthest.clear()
+        self.mark(now)
+
+    def absorb(self, events: Sequence[Event], now: float) -> None:
+        """`now` is our clock: the box's may be off."""
+        for event in events:
+            if self._is_progress(event):
+                self.mark(now)
+
+    def _is_progress(self, event: Event) -> bool:
+        match event:
+            case Heartbeat() | Notice():
+                return False
+            case PhaseStart():
+                self._furthest[event.phase] = event.step
+                return True
+            case Step():
+                return self._further(event.phase, event.step)
+            case Transfer():
+                return self._further(event.what, event.done_bytes)
+            case _:
+                return True
+
+    def _further(self, what: str, reached: int) -> bool:
+        before = self._furthest.get(what, 0)
+        self._furthest[what] = max(before, reached)
+        return reached > before
 
 
 def _recent_mbps(samples: Sequence[Sample], started_at: float, now: float, window_s: float) -> float:

@@ -225,7 +225,7 @@ def test_a_box_that_is_outbid_in_mid_run_is_lost_without_blame_and_one_that_is_r
     pretend.clock.sleep(60)
     remote = Remote("nobody", "key", "known", tuple)
     watcher = Watcher(
-        SimpleNamespace(instance_id=contract.id),  # type: ignore[arg-type]
+        SimpleNamespace(instance_id=contract.id, dph_usd=1.0),  # type: ignore[arg-type]
         Jobs(remote),
         EventTail(remote, clock=pretend.clock),
         renter.run.market.show,

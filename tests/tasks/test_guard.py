@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 from prefect.exceptions import Pause
 
+from tasks import alarms
 from tasks.destroy import destroy_in_a_hurry
 from tasks.domain import Destruction
-from tasks.errors import DestroyUnverified
+from tasks.errors import BudgetReached, DestroyUnverified
 from tasks.guard import box_guard, destroy_hook, signals_ignored
 from tasks.lease import read_lease
 from tasks.settings import Settings
@@ -36,6 +37,7 @@ class Run:
     clock: Any = time.time
     box: object | None = "a box that answers at a login"
     told: int = 0
+    progress_at: float | None = None
 
     held_until: float | None = None
 
@@ -131,10 +133,33 @@ def test_keep_keeps_until_it_expires_and_the_hook_honours_it(run: Run, pretend: 
     assert pretend.market.alive()
 
 
+def test_a_kept_box_is_an_alarm_that_says_how_long_and_how_to_end_it(run: Run, pretend: Pretend) -> None:
+    pretend.rented()
+    with pytest.raises(RuntimeError), box_guard(run, _destroyed, keep=True):
+        raise RuntimeError("something to debug")
+    (alarm,) = alarms.standing(run.store)
+    assert (alarm.what, alarm.subject) == ("box_kept", FLOW_RUN)
+    assert "2.0 h more" in alarm.reason and f"python -m flows release {FLOW_RUN}" in alarm.do and "console" in alarm.do
+
+
+def test_when_the_boxes_are_given_back_nobody_answers_for_what_comes_to_light_later(run: Run, pretend: Pretend) -> None:
+    with box_guard(run, lambda _: Destruction(flow_run_id=FLOW_RUN), keep=False):
+        pass
+    lease = read_lease(run.store, FLOW_RUN)
+    assert lease is not None and lease.expires_at <= time.time()
+
+
 def test_the_box_of_a_run_that_succeeded_is_never_kept(run: Run, pretend: Pretend) -> None:
     pretend.rented()
     with box_guard(run, _destroyed, keep=True):
         pass
+    assert not pretend.market.alive()
+
+
+def test_the_box_of_a_run_whose_money_is_spent_is_never_kept(run: Run, pretend: Pretend) -> None:
+    pretend.rented()
+    with pytest.raises(BudgetReached), box_guard(run, _destroyed, keep=True):
+        raise BudgetReached("spent about $30")
     assert not pretend.market.alive()
 
 

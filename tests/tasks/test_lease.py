@@ -40,6 +40,17 @@ def test_it_is_renewed_and_the_box_is_told(store: Store, clock: Clock) -> None:
     assert seen is not None and seen.renewed_at == clock.now
 
 
+def test_a_renewal_tells_when_the_run_last_got_anywhere_and_not_that_its_thread_lives(
+    store: Store, clock: Clock
+) -> None:
+    lease = _thread(store, clock, progress_at=lambda: 42.0, renew_s=60)
+    lease.renew()
+    clock.now += 3600
+    lease.renew()
+    seen = read_lease(store, FLOW_RUN)
+    assert seen is not None and (seen.renewed_at, seen.progress_at) == (clock.now, 42.0)
+
+
 def test_after_stop_nothing_is_renewed(store: Store, clock: Clock) -> None:
     lease = _thread(store, clock)
     lease.start()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tasks.artifacts import Progress, phase_rows
-from tasks.errors import BudgetReached, TransferFailed
-from tasks.phase import RunView, Watcher, duration
-from tasks.remote.jobs import EventTail, Jobs, JobState
-from tasks.remote.ssh import Remote
+from tasks.errors import TransferFailed
+from tasks.phase import RunView, duration
 from tasks.upload import UplinkWatch
 from tests.tasks.pretend import recipe
 from training.contract.events import CheckpointDurable, Heartbeat, PhaseEnd, PhaseStart, RunnerStart, Step, Transfer
@@ -158,33 +155,17 @@ def test_durations_are_told_as_a_person_would(seconds: float, said: str) -> None
     assert duration(seconds) == said
 
 
-class PatientJobs(Jobs):
-    def __init__(self) -> None:
-        self.grace_s = 0.0
-
-    def stop(self, name: str, grace_s: float = 10, *, timeout_s: float | None = None) -> JobState:
-        self.grace_s = grace_s
-        return JobState("exited")
-
-
-class SilentTail(EventTail):
-    def read(self) -> list[Any]:
-        return []
+def test_the_newest_checkpoint_tells_how_long_the_last_one_will_take() -> None:
+    view = RunView()
+    assert (view.upload_s(), view.step_s()) == (None, 0.0)
+    for phase, at, seconds in (("sft", 2.0, 70.0), ("cpt", 1.0, 5.0)):
+        view.absorb(
+            [CheckpointDurable(phase=phase, step=1, manifest="m", bytes=1, seconds=seconds, complete=False, t=at)]
+        )
+    view.absorb([step(1, seconds=3.0)])
+    assert (view.upload_s(), view.step_s()) == (70.0, 3.0)
 
 
-def test_a_runner_stopped_for_money_is_given_the_time_that_it_takes_for_its_last_upload() -> None:
-    """Killed before, the checkpoint that it has just saved goes with the box."""
-    jobs = PatientJobs()
-    watcher = Watcher(
-        SimpleNamespace(instance_id=7),  # type: ignore[arg-type]
-        jobs,
-        SilentTail(Remote("nobody", "key", "known", tuple)),
-        lambda box: None,
-        BUDGET,
-        spent_usd=lambda: 1.0,
-        deadline=float("inf"),
-        poll_s=1,
-    )
-    with pytest.raises(BudgetReached):
-        watcher.until(lambda view: False)
-    assert jobs.grace_s > BUDGET.last_upload_s == 60
+def test_a_runner_told_to_stop_gets_time_for_a_checkpoint_of_the_35b() -> None:
+    """11.4 GB at the 200 Mbps that its recipe asks for."""
+    assert Budget(max_usd=1).last_upload_s >= 11.4 * 8000 / 200

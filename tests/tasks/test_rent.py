@@ -1,11 +1,15 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
+from tasks.destroy import destroy_run
 from tasks.domain import Instance
 from tasks.errors import (
     AuthError,
@@ -389,3 +393,46 @@ def test_a_run_that_is_killed_between_the_create_and_its_reply_leaves_its_box_to
     assert sweeps() == "keep", "its run may only be about to write its lease"
     clock.now += settings.lease_s + 60
     assert sweeps() == "destroyed" and not pretend.market.alive()
+
+
+class Struck(BaseException):
+    """What Prefect's handler of SIGTERM raises, under another name."""
+
+
+class StrikesAtTheReply(httpx.HTTPTransport):
+    """SIGTERM comes when the market has made the box and nobody has read its reply."""
+
+    def handle_request(self, request: httpx.Request) -> httpx.Response:
+        response = super().handle_request(request)
+        if request.method == "PUT" and "/asks/" in request.url.path:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return response
+
+
+def test_a_signal_between_create_and_its_reply_loses_no_box_however_long_listings_hide_it(
+    pretend: Pretend, store: Store, clock: Clock, tmp_path: Path
+) -> None:
+    """The id is in the intent before the signal strikes, so whoever destroys next needs no listing to find the box."""
+
+    def strike(number: int, frame: Any) -> None:
+        raise Struck
+
+    pretend.arm("list.lag=3600")
+    market = pretend.client(tmp_path, transport=StrikesAtTheReply())
+    before = signal.signal(signal.SIGTERM, strike)
+    try:
+        with pytest.raises(Struck):
+            rent(
+                market,
+                store,
+                rent_request(market, rehearsal_recipe()),
+                pretend.settings(tmp_path),
+                clock=clock,
+                sleep=clock.sleep,
+            )
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    (made,) = pretend.market.alive()
+    assert _intent(store)["instance_id"] == made.id
+    left = destroy_run(market, FLOW_RUN, store=store, clock=clock, sleep=clock.sleep)
+    assert left.clean and left.gone == (made.id,) and not pretend.market.alive()

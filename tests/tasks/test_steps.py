@@ -33,3 +33,9 @@ def test_what_the_body_raised_is_not_hidden_by_a_slot_that_cannot_be_given_back(
     monkeypatch.setattr(steps, "concurrency", _lost_at_the_end)
     with pytest.raises(KeyboardInterrupt), steps._slot():
         raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("task", [steps.destroy, steps.give_back], ids=lambda task: str(task.name))
+def test_what_gives_boxes_back_needs_no_prefect_server(task: Any) -> None:
+    """Before a task with tags begins, Prefect asks its server for the limits of each, and fails the task where none answers."""
+    assert not task.tags

@@ -31,14 +31,31 @@ def intent(flow_run_id: str, attempt: int) -> str:
     return f"intents/{flow_run_id}/{attempt:03d}.json"
 
 
+FLIGHTS = "flights/"
+
+
 def flight(flow_run_id: str) -> str:
     """The flight record: what the flow did and when, kept so that a stranger can write the receipt."""
-    return f"flights/{flow_run_id}.json"
+    return f"{FLIGHTS}{flow_run_id}.json"
 
 
-def alarm(flow_run_id: str) -> str:
-    """A box of this run that may still bill: written when a destroy could not be verified, removed when it could."""
-    return f"alarms/{flow_run_id}.json"
+ALARMS = "alarms/"
+REAPER_LAST_SUCCESS = "reaper/last_success.json"
+"""When a sweep of the reaper last saw everything."""
+
+
+REAPER_MEMORY = "reaper/memory.json"
+"""What earlier sweeps saw of boxes that were not up, and which intents they found closed."""
+
+
+def reaper_claim(instance_id: int) -> str:
+    """A sweep is destroying this box; another one that runs at the same time leaves it alone for a while."""
+    return f"reaper/claims/{instance_id}.json"
+
+
+def alarm(subject: str) -> str:
+    """What a person must know of a flow run, a box of nobody's (`box-<id>`), the `account` or the `reaper`; gone when it is over."""
+    return f"{ALARMS}{subject}.json"
 
 
 def host(machine_id: int) -> str:

@@ -224,8 +224,9 @@ class Budget(Frozen):
 
     @property
     def last_upload_s(self) -> float:
-        """When a runner is told to stop, for its last checkpoint to become durable; what is not by then stays staged on the box."""
-        return min(60.0, self.upload_s)
+        """When a runner is told to stop, for its last checkpoint to become durable; what is not by then stays staged on the box. A checkpoint of
+        the 35B has 11.4 GB, so a minute would save nothing."""
+        return min(600.0, self.upload_s)
 
 
 class Evaluation(Frozen):

@@ -75,9 +75,10 @@ class Account:
             if contract.created_at <= until and (contract.ended_at or until) >= since and self._booked(contract)
         ]
         limit = int(number(request.query.get("limit", 100), "limit"))
-        return Reply(
-            body={"success": True, "count": min(limit, len(rows)), "total": len(rows), "results": rows[:limit]}
-        )
+        first = int(number(request.query.get("after_token", 0), "after_token"))
+        page, last = rows[first : first + limit], first + limit
+        body = {"success": True, "count": len(page), "total": len(rows), "results": page}
+        return Reply(body=body | ({"next_token": str(last)} if last < len(rows) else {}))
 
     def _booked(self, contract: Contract) -> bool:
         lag_s = self.market.faults.peek("charges.lag")
@@ -87,14 +88,21 @@ class Account:
         return contract.ended_at is not None and self.market.clock() >= contract.ended_at + float(lag_s)
 
     def _charge(self, contract: Contract) -> dict[str, Any]:
+        end = contract.ended_at if contract.ended_at is not None else self.market.clock()
         items = self.market.items_usd(contract)
+        behind_s = self.market.faults.peek("charges.behind")
+        if behind_s is not None:
+            self.market.faults.note("charges.behind")
+            whole_s, booked_s = end - contract.created_at, self.market.clock() - float(behind_s) - contract.created_at
+            part = max(0.0, min(1.0, booked_s / whole_s)) if whole_s else 1.0
+            items, end = {name: usd * part for name, usd in items.items()}, contract.created_at + whole_s * part
         return {
             "type": "instance",
             "source": f"instance-{contract.id}",
             "description": f"Instance {contract.id}",
             "metadata": {"label": contract.label, "machine_id": contract.offer.machine_id},
             "start": contract.created_at,
-            "end": contract.ended_at if contract.ended_at is not None else self.market.clock(),
+            "end": end,
             "amount": sum(items.values()),
             "items": [{"type": name, "amount": amount} for name, amount in items.items()],
         }

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -414,6 +415,30 @@ def test_charges_are_dollars_by_box_and_kind(pretend: Pretend, market: VastMarke
     assert {charge.kind for charge in charges} == {"gpu", "disk", "down", "up"}
     paid = pretend.market.items_usd(pretend.market.contracts[box])
     assert sum(charge.usd for charge in charges) == pytest.approx(sum(paid.values()))
+
+
+def test_charges_of_all_boxes_come_with_their_time_and_label(
+    pretend: Pretend, market: VastMarket, clock: Clock
+) -> None:
+    boxes = {pretend.rented(), pretend.rented()}
+    clock.sleep(3600)
+    found = market.charges(None, NOW - 60, clock.now)
+    assert {charge.instance_id for charge in found} == boxes
+    assert {(charge.since, charge.until) for charge in found} == {(NOW, clock.now)}
+    assert all((charge.label or "").startswith("livery:") for charge in found)
+
+
+def test_charges_are_read_to_the_last_page(pretend: Pretend, market: VastMarket, clock: Clock) -> None:
+    first = pretend.market.contracts[pretend.rented()]
+    pretend.market.contracts |= {first.id + n: replace(first, id=first.id + n) for n in range(1, 600)}
+    clock.sleep(60)
+    assert len({charge.instance_id for charge in market.charges(None, NOW - 60, clock.now)}) == 600
+
+
+def test_charges_that_break_off_are_an_error_and_not_a_smaller_bill(tmp_path: Path, clock: Clock) -> None:
+    body = {"success": True, "results": [], "total": 3}
+    with pytest.raises(ShapeError, match="0 of 3 rows"):
+        _odd(httpx.Response(200, json=body), tmp_path, clock).charges(None, NOW, NOW)
 
 
 def test_charges_of_an_unknown_form_are_an_error_and_not_zero(tmp_path: Path, clock: Clock) -> None:

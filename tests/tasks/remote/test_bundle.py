@@ -59,7 +59,7 @@ def test_preflight_reports_from_the_zip_with_the_standard_library_alone(zip_path
 
 def test_the_dead_man_starts_from_the_zip_with_the_standard_library_alone(zip_path: Path) -> None:
     done = call(zip_path, "deadman")
-    assert b"IndexError" in done.stderr and b"ModuleNotFoundError" not in done.stderr
+    assert b"ValueError" in done.stderr and b"ModuleNotFoundError" not in done.stderr
 
 
 def test_an_unknown_verb_is_named(zip_path: Path) -> None:

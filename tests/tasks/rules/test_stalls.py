@@ -2,7 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.rules.stalls import Sample, judge_transfer, patience_s, runner_silent
+from tasks.rules.stalls import Headway, Sample, judge_transfer, patience_s, runner_silent, step_hangs
+from training.contract.events import (
+    CheckpointDurable,
+    CheckpointSaved,
+    Event,
+    Heartbeat,
+    Notice,
+    PhaseStart,
+    Step,
+    Transfer,
+)
 
 GB = 1_000_000_000
 
@@ -58,5 +68,61 @@ def test_patience_shrinks_with_the_budget(budget: float, patience: float) -> Non
 
 
 def test_silence_is_judged_against_its_limit() -> None:
-    assert runner_silent(0, 900, 900) is None
-    assert runner_silent(0, 901, 900) == "no event from the runner for 901 s, at most 900"
+    assert runner_silent(900, 900) == ""
+    assert runner_silent(901, 900) == "no event for 901 s (budget.silent_s = 900)"
+
+
+def test_a_step_is_judged_by_its_own_length_and_not_by_the_heart_beating_beside_it() -> None:
+    assert step_hangs(900, 900) == ""
+    assert step_hangs(901, 900) == "a step has not ended for 901 s (budget.silent_s = 900)"
+
+
+def _step(number: int) -> Step:
+    return Step(phase="sft", step=number, max_steps=9, loss=1.0, seconds=1.0)
+
+
+def _moved(done: int) -> Transfer:
+    return Transfer(what="prefetch model", direction="down", done_bytes=done, total_bytes=9, mbps=1.0)
+
+
+_GOT_FURTHER = [
+    [PhaseStart(phase="sft", step=0, max_steps=9)],
+    [_step(1)],
+    [_step(1), _step(2)],
+    [_moved(1)],
+    [_moved(1), _moved(2)],
+    [CheckpointSaved(phase="sft", step=1, bytes=1)],
+    [CheckpointDurable(phase="sft", step=1, manifest="m", bytes=1, seconds=1, complete=False)],
+]
+_NO_FURTHER: list[list[Event]] = [
+    [],
+    [Heartbeat(in_step_s=1.0)],
+    [Notice(what="w", reason="r")],
+    [_step(1)],
+    [_moved(1)],
+    [_moved(0)],
+]
+
+
+@pytest.mark.parametrize("events", _GOT_FURTHER)
+def test_a_step_more_bytes_more_and_a_checkpoint_are_progress(events: list[Event]) -> None:
+    headway = Headway(1.0)
+    headway.absorb(events, 7.0)
+    assert headway.at == 7.0
+
+
+@pytest.mark.parametrize("events", _NO_FURTHER)
+def test_heartbeats_notices_and_the_same_again_are_no_progress(events: list[Event]) -> None:
+    headway = Headway(1.0)
+    headway.absorb([_step(1), _moved(1)], 2.0)
+    headway.absorb(events, 7.0)
+    assert headway.at == 2.0
+
+
+def test_what_a_new_box_does_again_is_progress() -> None:
+    headway = Headway(1.0)
+    headway.absorb([_step(5), _moved(5)], 2.0)
+    headway.begin_box(3.0)
+    for now, event in ((4.0, _moved(1)), (5.0, PhaseStart(phase="sft", step=2, max_steps=9)), (6.0, _step(3))):
+        headway.absorb([event], now)
+        assert headway.at == now
