@@ -21,10 +21,8 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from tasks.log import guard_secrets
-from tasks.market import open_market
-from tasks.reap import Sweep, sweep
+from tasks.reap import Sweep, sweep_now
 from tasks.settings import settings
-from tasks.stores import open_store
 
 log = logging.getLogger(__name__)
 PERIOD_S = 300
@@ -38,7 +36,7 @@ def reaper(dry_run: bool = False, only_run: str | None = None) -> State[Any]:
 
     Args:
         dry_run: judge and report, destroy nothing
-        only_run: only boxes of this flow run
+        only_run: only boxes of this flow run; left out: all boxes
     """
     late_s = _late_s()
     if late_s > 2 * PERIOD_S:
@@ -46,10 +44,10 @@ def reaper(dry_run: bool = False, only_run: str | None = None) -> State[Any]:
         return Completed(name="Skipped", message=f"{late_s:.0f} s late; a later run does the work")
     current = settings()
     guard_secrets(current)
-    result = sweep(open_market(current, reaper=True), open_store(current), current, dry_run=dry_run, only_run=only_run)
+    result = sweep_now(current, dry_run=dry_run, only_run=only_run)
     _show(result)
     result.raise_if_bad()
-    return Completed(message=f"{len(result.rows)} boxes, ${result.dph_usd:.3f}/h")
+    return Completed(message=result.sentence)
 
 
 def _late_s() -> float:
@@ -62,7 +60,7 @@ def _show(result: Sweep) -> None:
         create_table_artifact(
             table=result.table(),
             key="reaper",
-            description=f"{len(result.rows)} boxes, ${result.dph_usd:.3f}/h{', dry run' if result.dry_run else ''}",
+            description=f"{result.sentence}{', dry run' if result.dry_run else ''}",
         )
     except Exception as error:  # noqa: BLE001 - protects the sweep's verdict: a server that does not answer must not turn it into another error
         log.warning("not shown on the run's page: %s: %s", type(error).__name__, error)

@@ -11,97 +11,69 @@ import json
 import logging
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from tasks.destroy import destroy_boxes
+from tasks.destroy import destroy_all, destroy_boxes
 from tasks.domain import Instance, Intent, Label, Listing
-from tasks.errors import DestroyUnverified, LiveryError, MarketError
+from tasks.errors import LiveryError, MarketError, UserError
+from tasks.evidence import Evidence, gather, remember
 from tasks.guard import settle_if_possible
 from tasks.lease import look_for_lease
 from tasks.log import guard_secrets
 from tasks.market import open_market
 from tasks.market.protocol import Market
-from tasks.rules.reaping import Action, LeaseSeen, Limits, Verdict, verdict, within_ceiling
-from tasks.settings import Settings, read_settings
+from tasks.reap_alarms import alarm_blind, report
+from tasks.rules.reaping import Limits, over_cap, rate_usd_h, verdict, within_ceiling
+from tasks.settings import Settings, protections, read_settings
 from tasks.stores import open_store
-from training.box.store import Store, StoreError
+from tasks.sweep import CannotSee, ReapRow, Sweep, text_table
+from training.box.store import Store, StoreConflict, StoreError
 from training.contract import layout
 
+__all__ = [
+    "LAST_SUCCESS",
+    "CannotSee",
+    "ReapRow",
+    "Sweep",
+    "limits_of",
+    "seconds_since_success",
+    "sweep",
+    "sweep_now",
+    "text_table",
+]
 log = logging.getLogger(__name__)
+Settle = Callable[[str, Literal["hook", "reaper"]], None]
 
-# Of the flow's 240 s: one run's boxes may take so long, all together so long; the next sweep goes on with the rest.
-DESTROY_S, ALL_DESTROYS_S = 90.0, 180.0
-LAST_SUCCESS = "reaper/last_success.json"
-CANNOT_SEE_EXIT = 4
-
-
-class CannotSee(LiveryError):
-    """The boxes or the leases could not be read: whether something bills for nothing is unknown."""
-
-    exit_code = CANNOT_SEE_EXIT
-
-
-@dataclass(frozen=True)
-class ReapRow:
-    """One box of the account and what the sweep made of it."""
-
-    instance_id: int | None
-    label: str | None
-    status: str | None
-    dph_usd: float | None
-    action: Action
-    reason: str
-    outcome: Literal["", "destroyed", "unverified", "would be destroyed", "next sweep"] = ""
-
-    @property
-    def flow_run_id(self) -> str | None:
-        label = Label.parse(self.label)
-        return label.flow_run_id if label else None
+# Of the flow's 240 s, at the market's real pace: 22 boxes are asked to go in the first, proved gone in the second, and the receipts of
+# their runs begun until the third. What is left over is the next sweep's, and of receipts the audit's.
+ASK_S, DESTROY_S, RECEIPTS_S = 75.0, 150.0, 200.0
+# Runs whose boxes went without a word, by the dead-man or the market: so many a sweep are looked into.
+BOOKS_A_SWEEP, BOOKS_S = 3, 30.0
+# As long as a sweep may live.
+CLAIM_S = 240.0
+# Leases are minutes long and written by another machine's clock.
+MAX_SKEW_S = 120.0
+# A bucket that hangs must not use up the time of the boxes whose hard end has passed.
+STALL_S = 5.0
+LAST_SUCCESS = layout.REAPER_LAST_SUCCESS
 
 
-@dataclass(frozen=True)
-class Sweep:
-    rows: tuple[ReapRow, ...]
-    dry_run: bool
-
-    @property
-    def unverified(self) -> tuple[ReapRow, ...]:
-        return tuple(row for row in self.rows if row.outcome == "unverified")
-
-    @property
-    def unknown(self) -> tuple[ReapRow, ...]:
-        return tuple(row for row in self.rows if row.action == "unknown")
-
-    @property
-    def dph_usd(self) -> float:
-        """$/h of all boxes that are left, as far as their prices are stated."""
-        return sum(row.dph_usd or 0.0 for row in self.rows if row.outcome != "destroyed")
-
-    def table(self) -> list[dict[str, object]]:
-        return [
-            {
-                "box": row.instance_id,
-                "label": row.label or "",
-                "status": row.status or "",
-                "$/h": row.dph_usd,
-                "verdict": row.action,
-                "reason": row.reason,
-                "outcome": row.outcome,
-            }
-            for row in self.rows
-        ]
-
-    def raise_if_bad(self) -> None:
-        """DestroyUnverified if a destroy was not verified, CannotSee if a box of ours could not be judged."""
-        if self.unverified:
-            raise DestroyUnverified(f"boxes {_ids(self.unverified)} may still bill; look at the market's console")
-        if self.unknown:
-            raise CannotSee(f"boxes {_ids(self.unknown)} could not be judged: {self.unknown[0].reason}")
+def sweep_now(settings: Settings, *, dry_run: bool = False, only_run: str | None = None) -> Sweep:
+    """A sweep with nothing but the environment. CannotSee as `sweep`, and if this machine's clock is wrong; UserError for a wrong scope."""
+    if settings.market == "vast" and settings.reaper_api_key is None:
+        log.warning("LIVERY_REAPER_API_KEY is not set: one lost key would blind the flows and their reaper alike")
+    market, store = open_market(settings, reaper=True), open_store(settings, stall_s=STALL_S)
+    try:
+        _require_true_clock(store, time.time())
+    except CannotSee as error:
+        alarm_blind(store, error, time.time(), dry_run)
+        raise
+    return sweep(market, store, settings, dry_run=dry_run, only_run=only_run)
 
 
 def sweep(
@@ -113,40 +85,91 @@ def sweep(
     only_run: str | None = None,
     clock: Callable[[], float] = time.time,
     sleep: Callable[[float], None] = time.sleep,
-    settle: Callable[[str, Literal["hook", "reaper"]], None] = settle_if_possible,
+    settle: Settle = settle_if_possible,
 ) -> Sweep:
-    """Judge every box, destroy the condemned (at most `max_reap`), write the receipts of their runs.
+    """Judge every box, destroy the condemned (at most `max_reap`, and those over the account's cap), write the receipts of their runs.
 
-    CannotSee if the account's boxes cannot be listed in full: then nothing is destroyed.
+    CannotSee if the account's boxes cannot be listed in full: then nothing is destroyed. A dry run changes nothing anywhere.
     """
-    listing = _see(market)
-    limits = Limits(settings.max_age_hours * 3600, settings.lease_s, settings.never_running_s)
-    leases: dict[str, LeaseSeen] = {}
-    rows = [_judged(box, store, leases, clock(), limits) for box in _boxes(listing)]
-    rows += [
-        ReapRow(None, row.label, None, None, "unknown", f"cannot be read: {row.problem}")
-        for row in listing.unparsed
-        if row.id is None
-    ]
-    if only_run is not None:
+    only_run = _scope(only_run)
+    limits = limits_of(settings)
+    try:
+        listing = _see(market)
+    except CannotSee as error:
+        alarm_blind(store, error, clock(), dry_run)
+        raise
+    boxes = _boxes(listing)
+    evidence = gather(store, boxes, clock(), limits)
+    rows = [_judged(box, store, evidence, clock(), limits) for box in boxes] + _out_of_sight(listing, evidence)
+    if only_run is None:
+        rows = _capped(rows, boxes, clock(), limits)
+    else:
         rows = [row for row in rows if row.flow_run_id == only_run]
-    condemned, waiting = within_ceiling([row for row in rows if row.action == "destroy"], settings.max_reap)
-    if waiting:
-        log.error(
-            "%d boxes are condemned, %d may go in one sweep (LIVERY_MAX_REAP); is something wrong with us?",
-            len(condemned) + len(waiting),
-            settings.max_reap,
-        )
+    reaping = _Reaping(market, store, evidence, limits, clock, sleep, settle)
+    going, waiting = _chosen(rows, settings.max_reap)
     outcomes = {row.instance_id: replace(row, outcome="next sweep") for row in waiting}
     if dry_run:
-        outcomes |= {row.instance_id: replace(row, outcome="would be destroyed") for row in condemned}
+        outcomes |= {row.instance_id: replace(row, outcome="would be destroyed") for row in going}
     else:
-        outcomes |= _reap(market, store, condemned, limits, clock, sleep, settle)
-    result = Sweep(tuple(outcomes.get(row.instance_id, row) for row in rows), dry_run)
-    if not dry_run and not result.unknown and not result.unverified:
-        _settle_alarms(store, {box.flow_run_id for box in result.rows if box.outcome != "destroyed"}, only_run)
-        _note_success(store, clock())
+        outcomes |= reaping.reap(going)
+    result = Sweep(
+        tuple(outcomes.get(row.instance_id, row) for row in rows), dry_run, evidence.promised_usd_h, evidence.problem
+    )
+    if result.blind and not dry_run:
+        # One alarm, and no more questions to a bucket that answers none: each takes its time-outs.
+        alarm_blind(store, result.blind, clock(), dry_run)
+    elif not dry_run:
+        remember(store, evidence)
+        reaping.close_books(listing.account_id, only_run)
+        report(market, store, result, settings, only_run, clock())
     return result
+
+
+def limits_of(settings: Settings) -> Limits:
+    return Limits(
+        max_age_s=settings.max_age_hours * 3600,
+        lease_s=settings.lease_s,
+        never_running_s=settings.never_running_s,
+        down_s=settings.down_s,
+        no_progress_s=settings.no_progress_s,
+        max_dph_usd=settings.max_dph_usd,
+        protected=protections(settings.protected),
+    )
+
+
+def seconds_since_success(store: Store, now: float) -> float | None:
+    """How long ago a sweep last saw everything; None if none ever did. StoreError, also for an object that says something else."""
+    data = store.get_bytes(LAST_SUCCESS)
+    try:
+        return None if data is None else now - float(json.loads(data)["at"])
+    except (ValueError, KeyError, TypeError):
+        raise StoreError(f"{LAST_SUCCESS} does not say when") from None
+
+
+def _scope(only_run: str | None) -> str | None:
+    """A blank that was meant to name one run must neither sweep everything nor, seeing nothing, report that all is well."""
+    if only_run is None:
+        return None
+    try:
+        return str(uuid.UUID(only_run))
+    except ValueError:
+        raise UserError(
+            f"only_run: seen {only_run!r}, want the id of a flow run, or nothing at all for every box"
+        ) from None
+
+
+def _require_true_clock(store: Store, now: float) -> None:
+    try:
+        skew_s = now - store.server_time()
+    except StoreError as error:
+        log.warning("this machine's clock cannot be held against the bucket's: %s", error)
+        return
+    if abs(skew_s) > MAX_SKEW_S:
+        way = "ahead of" if skew_s > 0 else "behind"
+        raise CannotSee(
+            f"this machine's clock is {abs(skew_s):.0f} s {way} the bucket's, at most {MAX_SKEW_S:.0f}: by it leases that live would have "
+            "run out, so nothing was destroyed; set the clock"
+        )
 
 
 def _see(market: Market) -> Listing:
@@ -165,18 +188,12 @@ def _boxes(listing: Listing) -> list[Instance]:
     return [*listing.instances, *known]
 
 
-def _judged(box: Instance, store: Store, leases: dict[str, LeaseSeen], now: float, limits: Limits) -> ReapRow:
-    found = _verdict(box, store, leases, now, limits)
-    return ReapRow(box.id, box.label, box.actual_status, box.dph_total_usd, found.action, found.reason)
-
-
-def _verdict(box: Instance, store: Store, leases: dict[str, LeaseSeen], now: float, limits: Limits) -> Verdict:
+def _judged(box: Instance, store: Store, evidence: Evidence, now: float, limits: Limits) -> ReapRow:
     label = Label.parse(box.label)
-    if label is None:
-        return verdict(box, LeaseSeen(), now, limits)
-    if label.flow_run_id not in leases:
-        leases[label.flow_run_id] = look_for_lease(store, label.flow_run_id)
-    return verdict(box, leases[label.flow_run_id], now, limits, _given_up(store, label))
+    # Only a run that has gone on to another box has given this one up; until then one request a box is saved.
+    given_up = label is not None and evidence.later_attempt(label) and _given_up(store, label)
+    found = verdict(evidence.facts(box, given_up), now, limits)
+    return ReapRow(box.id, box.label, box.actual_status, rate_usd_h(box), found.action, found.reason)
 
 
 def _given_up(store: Store, label: Label) -> bool:
@@ -191,91 +208,200 @@ def _given_up(store: Store, label: Label) -> bool:
     return intent is not None and intent.label == label.text and intent.state in {"refused", "unresolved", "destroyed"}
 
 
-def _reap(
-    market: Market,
-    store: Store,
-    condemned: Sequence[ReapRow],
-    limits: Limits,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
-    settle: Callable[[str, Literal["hook", "reaper"]], None],
-) -> dict[int | None, ReapRow]:
-    by_run: dict[str, list[ReapRow]] = defaultdict(list)
-    for row in condemned:
-        by_run[row.flow_run_id or ""].append(row)
-    outcomes: dict[int | None, ReapRow] = {}
-    end = clock() + ALL_DESTROYS_S
-    for flow_run_id, rows in by_run.items():
-        sure = [_again(market, store, row, clock(), limits) for row in rows]
-        outcomes |= {row.instance_id: row for row in sure}
-        ids = {row.instance_id for row in sure if row.action == "destroy" and row.instance_id is not None}
-        if not ids:
-            continue
-        budget_s = max(10.0, min(DESTROY_S, end - clock()))
-        done = destroy_boxes(market, flow_run_id, ids, deadline_s=budget_s, clock=clock, sleep=sleep, store=store)
-        for row in sure:
-            if row.instance_id in ids:
-                outcome: Literal["destroyed", "unverified"] = (
-                    "destroyed" if row.instance_id in done.gone else "unverified"
-                )
-                outcomes[row.instance_id] = replace(row, outcome=outcome, reason=_because(row.reason, done.reason))
-                log.warning("box %s: %s: %s", row.instance_id, outcome, row.reason)
-        settle(flow_run_id, "reaper")
-    return outcomes
-
-
-def _again(market: Market, store: Store, row: ReapRow, now: float, limits: Limits) -> ReapRow:
-    """The same judgement on a fresh look, just before the DELETE: a lease may have come alive, a label may have been another's."""
-    assert row.instance_id is not None
-    try:
-        box = market.show(row.instance_id)
-    except MarketError as error:
-        return replace(row, action="unknown", reason=f"{row.reason}; but a fresh look failed: {error}")
-    if box is None:
-        return row  # gone meanwhile, or hidden: destroying it again and proving it is right in both cases
-    if box.label != row.label:
-        return replace(row, action="unknown", reason=f"its label changed from {row.label} to {box.label}")
-    return _judged(box, store, {}, now, limits)
-
-
-def _because(reason: str, trouble: str) -> str:
-    return f"{reason}; {trouble}" if trouble else reason
-
-
-def _settle_alarms(store: Store, with_boxes: set[str | None], only_run: str | None) -> None:
-    """An alarm of a run that has no box any more, by a complete listing, has had its answer."""
-    try:
-        for item in store.list("alarms/"):
-            flow_run_id = item.key.removeprefix("alarms/").removesuffix(".json")
-            if flow_run_id not in with_boxes and only_run in (None, flow_run_id):
-                store.delete(item.key)
-                log.info("alarm of flow run %s is settled: the listing shows no box of it", flow_run_id)
-    except StoreError as error:
-        log.warning("alarms cannot be looked through: %s", error)
-
-
-def _note_success(store: Store, now: float) -> None:
-    """For whoever watches the watchman: how long ago a sweep last saw everything."""
-    try:
-        store.put_bytes(LAST_SUCCESS, json.dumps({"at": now}).encode())
-    except StoreError as error:
-        log.warning("the sweep's success is not written down: %s", error)
-
-
-def _ids(rows: Sequence[ReapRow]) -> str:
-    return ", ".join(str(row.instance_id or "without id") for row in rows)
-
-
-def text_table(result: Sweep) -> str:
-    """The sweep for a terminal or a cron mail."""
-    lines = [f"{'box':>10} {'$/h':>7}  {'verdict':<8} {'outcome':<18} reason"]
-    for row in result.rows:
-        price = "?" if row.dph_usd is None else f"{row.dph_usd:.3f}"
-        lines.append(
-            f"{row.instance_id or '-':>10} {price:>7}  {row.action:<8} {row.outcome:<18} {row.reason} [{row.label or 'no label'}]"
+def _out_of_sight(listing: Listing, evidence: Evidence) -> list[ReapRow]:
+    """What bills, or may bill, and cannot be judged: rows without an id, and boxes that were rented with another account's key."""
+    nameless = [
+        ReapRow(None, row.label, None, None, "unknown", f"cannot be read: {row.problem}")
+        for row in listing.unparsed
+        if row.id is None
+    ]
+    elsewhere = [
+        ReapRow(
+            intent.instance_id,
+            intent.label,
+            None,
+            intent.dph_usd,
+            "unknown",
+            f"was rented by account {intent.account_id}; this key is of account {listing.account_id} and cannot see it",
         )
-    lines.append(f"{len(result.rows)} boxes, ${result.dph_usd:.3f}/h{' (dry run)' if result.dry_run else ''}")
-    return "\n".join(lines)
+        for intent in evidence.unlisted
+        if intent.account_id != listing.account_id
+    ]
+    return nameless + elsewhere
+
+
+def _capped(rows: Sequence[ReapRow], boxes: Sequence[Instance], now: float, limits: Limits) -> list[ReapRow]:
+    """The newest of our boxes are condemned until what is known to bill is under the account's cap. What may exist unseen counts in the alarm
+    only: to end a box that works for one that may not exist would be to destroy on a guess."""
+    free = {
+        row.instance_id
+        for row in rows
+        if row.action == "keep" and row.flow_run_id and limits.protected.get(row.instance_id or 0, 0.0) <= now
+    }
+    listed = {box.id for box in boxes}
+    staying = [row for row in rows if row.action != "destroy" and row.instance_id in listed]
+    others_usd_h = sum(row.dph_usd or 0.0 for row in staying if row.instance_id not in free)
+    gone = {box.id for box in over_cap([box for box in boxes if box.id in free], others_usd_h, limits.max_dph_usd)}
+    total = sum(row.dph_usd or 0.0 for row in staying)
+    reason = f"the account spends ${total:.3f}/h, at most ${limits.max_dph_usd:.2f} (LIVERY_MAX_DPH_USD): the newest boxes go first"
+    return [
+        replace(row, action="destroy", over_cap=True, reason=f"{reason}; otherwise {row.reason}")
+        if row.instance_id in gone
+        else row
+        for row in rows
+    ]
+
+
+def _chosen(rows: Sequence[ReapRow], max_reap: int) -> tuple[list[ReapRow], Sequence[ReapRow]]:
+    """The ceiling holds back all but those over the cap: that one is about dollars, whoever made the mistake."""
+    condemned = [row for row in rows if row.action == "destroy" and not row.over_cap]
+    going, waiting = within_ceiling(condemned, max_reap)
+    if waiting:
+        log.error("%d boxes are condemned, %d may go in one sweep (LIVERY_MAX_REAP)", len(condemned), max_reap)
+    return [*going, *(row for row in rows if row.over_cap)], waiting
+
+
+@dataclass(frozen=True)
+class _Reaping:
+    """Destroying, with all that it takes."""
+
+    market: Market
+    store: Store
+    evidence: Evidence
+    limits: Limits
+    clock: Callable[[], float]
+    sleep: Callable[[float], None]
+    settle: Settle
+
+    @property
+    def blind(self) -> bool:
+        """The bucket does not answer: it is asked nothing more, since each question takes its time-outs."""
+        return bool(self.evidence.problem)
+
+    def reap(self, going: Sequence[ReapRow]) -> dict[int | None, ReapRow]:
+        """Each box is looked at again and asked to go; then all together are proved gone, since a listing costs seconds."""
+        began, outcomes, asked = self.clock(), dict[int | None, ReapRow](), dict[int, ReapRow]()
+        claimed: list[int] = []
+        try:
+            for row in going:
+                box = row.instance_id
+                assert box is not None
+                if self.clock() - began > ASK_S:
+                    outcomes[box] = replace(row, outcome="next sweep")
+                    continue
+                if not self.blind and not _claim(self.store, box, self.clock()):
+                    outcomes[box] = replace(row, outcome="another sweep's")
+                    continue
+                claimed.append(box)
+                outcomes[box] = sure = self._again(row)
+                if sure.action == "destroy":
+                    asked[box] = sure
+                    _ask(self.market, box)
+            outcomes |= self._proved(asked, left_s=DESTROY_S - (self.clock() - began))
+        finally:
+            if not self.blind:
+                _release(self.store, claimed)
+        self._write_receipts([row.flow_run_id for row in asked.values()], until=began + RECEIPTS_S)
+        return outcomes
+
+    def _again(self, row: ReapRow) -> ReapRow:
+        """The same judgement on a fresh look, just before the DELETE: a lease may have come alive, a label may have been another's."""
+        assert row.instance_id is not None and row.flow_run_id is not None
+        try:
+            box = self.market.show(row.instance_id)
+        except MarketError as error:
+            return replace(row, action="unknown", reason=f"{row.reason}; but a fresh look failed: {error}")
+        if box is None:
+            return row  # gone meanwhile, or hidden: destroying it again and proving it is right in both cases
+        if box.label != row.label:
+            return replace(row, action="unknown", reason=f"its label changed from {row.label} to {box.label}")
+        if row.over_cap:
+            return row
+        evidence = self.evidence if self.blind else self.evidence.with_fresh_lease(self.store, row.flow_run_id)
+        return _judged(box, self.store, evidence, self.clock(), self.limits)
+
+    def _proved(self, asked: dict[int, ReapRow], left_s: float) -> dict[int | None, ReapRow]:
+        if not asked:
+            return {}
+        done = destroy_all(
+            self.market,
+            {box: row.label or "" for box, row in asked.items()},
+            deadline_s=max(10.0, left_s),
+            clock=self.clock,
+            sleep=self.sleep,
+            store=None if self.blind else self.store,
+        )
+        outcomes: dict[int | None, ReapRow] = {}
+        for box, row in asked.items():
+            gone = box in done.gone
+            reason = row.reason if gone or not done.reason else f"{row.reason}; {done.reason}"
+            outcomes[box] = replace(row, outcome="destroyed" if gone else "unverified", reason=reason)
+            log.warning("box %d: %s: %s", box, outcomes[box].outcome, reason)
+        return outcomes
+
+    def _write_receipts(self, flow_run_ids: Sequence[str | None], until: float) -> None:
+        for flow_run_id in dict.fromkeys(each for each in flow_run_ids if each):
+            if self.blind or self.clock() > until:
+                log.warning("no receipt of flow run %s yet: python -m flows receipt %s", flow_run_id, flow_run_id)
+                continue
+            self.settle(flow_run_id, "reaper")
+
+    def close_books(self, account_id: str, only_run: str | None) -> None:
+        """A box that its dead-man or the market ended after its flow had died left an open intent and no receipt."""
+        ended = [
+            intent
+            for intent in self.evidence.unlisted
+            if intent.account_id == account_id and only_run in (None, intent.flow_run_id) and self._alone(intent)
+        ]
+        for intent in ended[:BOOKS_A_SWEEP]:
+            ids = {each for each in (intent.instance_id, *intent.also_ids) if each is not None}
+            given: dict[str, Any] = {"clock": self.clock, "sleep": self.sleep, "store": self.store}
+            if destroy_boxes(self.market, intent.flow_run_id, ids, deadline_s=BOOKS_S, **given).clean:
+                went = ", ".join(map(str, sorted(ids)))
+                log.warning("box %s of flow run %s went without a word; its books are closed", went, intent.flow_run_id)
+                self.settle(intent.flow_run_id, "reaper")
+
+    def _alone(self, intent: Intent) -> bool:
+        """Nobody answers for its run: a flow that lives hears of the loss by itself."""
+        seen = look_for_lease(self.store, intent.flow_run_id)
+        until = 0.0 if seen.lease is None else max(seen.lease.expires_at, seen.lease.hold_until or 0.0)
+        return not seen.problem and until <= self.clock()
+
+
+def _ask(market: Market, instance_id: int) -> None:
+    try:
+        market.destroy(instance_id)
+    except MarketError as error:
+        log.warning("box %d: %s; asked again while it is looked for", instance_id, error)
+
+
+def _claim(store: Store, instance_id: int, now: float) -> bool:
+    """Whether no other sweep is at this box. Overlapping sweeps are harmless, a DELETE may be repeated; but one of them would take the other's work
+    for trouble. A bucket that does not say is no reason to leave a box."""
+    key = layout.reaper_claim(instance_id)
+    mine = json.dumps({"at": now, "by": uuid.uuid4().hex}).encode()
+    try:
+        store.put_bytes(key, mine, create_only=True)
+    except StoreConflict:
+        try:
+            since_s = now - float(json.loads(store.get_bytes(key) or b"{}").get("at", 0.0))
+            if abs(since_s) <= CLAIM_S:
+                log.info("box %d: another sweep has been at it for %.0f s", instance_id, since_s)
+                return False
+            store.put_bytes(key, mine)
+        except (StoreError, ValueError, AttributeError, TypeError) as error:
+            log.warning("box %d: the claim of another sweep cannot be read: %s", instance_id, error)
+    except StoreError as error:
+        log.warning("box %d is destroyed without a claim: %s", instance_id, error)
+    return True
+
+
+def _release(store: Store, claimed: Collection[int]) -> None:
+    for instance_id in claimed:
+        try:
+            store.delete(layout.reaper_claim(instance_id))
+        except StoreError as error:
+            log.warning("the claim on box %d stays for %.0f s: %s", instance_id, CLAIM_S, error)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -290,13 +416,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = read_settings()
         guard_secrets(settings)
-        result = sweep(
-            open_market(settings, reaper=True),
-            open_store(settings),
-            settings,
-            dry_run=arguments.dry_run,
-            only_run=arguments.only_run,
-        )
+        result = sweep_now(settings, dry_run=arguments.dry_run, only_run=arguments.only_run)
         print(text_table(result))
         result.raise_if_bad()
     except LiveryError as error:

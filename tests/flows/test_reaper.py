@@ -49,6 +49,12 @@ def test_a_reaper_that_cannot_see_fails_loudly(pretend: Pretend, overdue: int) -
     assert pretend.market.alive()
 
 
+def test_an_empty_field_of_the_form_is_not_taken_for_every_box(pretend: Pretend, overdue: int) -> None:
+    state = reaper(only_run="", return_state=True)
+    assert state.is_failed() and "want the id of a flow run" in str(state.message)
+    assert pretend.market.alive()
+
+
 def test_a_run_that_is_late_leaves_the_work_to_a_later_one(
     pretend: Pretend, overdue: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -269,7 +269,9 @@ class World:
         now = self.clock.now + abs(self.skew_s)
         assert parsed is not None
         at_work = flow is not None and flow.lives and flow.box == box and self._lease_s(flow) > abs(self.skew_s)
-        return at_work and now < parsed.hard_end
+        # These flows never look at their box again; one that is down for long is the reaper's.
+        up = self.pretend.market.contracts[box].status not in {"stopped", "offline", "exited"}
+        return at_work and up and now < parsed.hard_end
 
     def _hidden(self, box: int) -> bool:
         contract = self.pretend.market.contracts[box]
