@@ -56,6 +56,11 @@ def _up(arguments: argparse.Namespace) -> int:
             where = "the embedded rehearsal (no account configured)" if up.rehearsal else "your market account"
             say(f"serving on {up.ui_url} with {where}")
             say(
+                f"alarms go to {up.alarms_go_to}"
+                if up.alarms_go_to
+                else "alarms are told to nobody: they stay in the bucket (alarms/), on the run's page and in its log; set LIVERY_NOTIFY_URL or LIVERY_NOTIFY_BLOCK"
+            )
+            say(
                 f"run one: PREFECT_API_URL={up.api_url} prefect deployment run finetune/{'rehearsal' if up.rehearsal else 'full'} --watch"
             )
             try:

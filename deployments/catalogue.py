@@ -12,7 +12,7 @@ Process = Literal["runs", "reaper"]
 
 @dataclass(frozen=True)
 class Deployment:
-    """One deployment `flow/name`. `process` says which serve process runs it: the reaper never shares one."""
+    """One deployment `flow/name`. `process` says which serve process runs it: the reaper shares none with a flow that rents."""
 
     flow: str
     name: str
@@ -95,6 +95,23 @@ CATALOGUE: tuple[Deployment, ...] = (
         description="Every five minutes: list all boxes, judge, destroy, confirm, report. A live lease beats every Prefect state.",
         cron="*/5 * * * *",
         tags=("reaper",),
+    ),
+    Deployment(
+        flow="audit",
+        name="daily",
+        entrypoint="flows.audit:audit",
+        process="reaper",
+        description="Every morning: hold the last days' runs against the market's charges, finish receipts, alarm on what was billed after its destroy.",
+        cron="15 6 * * *",
+        tags=("audit",),
+    ),
+    Deployment(
+        flow="audit",
+        name="now",
+        entrypoint="flows.audit:audit",
+        process="runs",
+        description="The same at once, apart from the reaper's process: when the reaper is silent it tells what still bills.",
+        tags=("audit",),
     ),
 )
 

@@ -23,6 +23,7 @@ from deployments import rehearsal, seed
 from deployments.catalogue import served
 from deployments.processes import Child, free_port
 from tasks.domain import BOX_LIMIT
+from tasks.settings import read_notify
 
 STATE = Path(".livery")
 _SERVER_START_S, _SERVE_START_S = 300, 180  # half a minute on an idle machine; these are for a very busy one
@@ -63,6 +64,8 @@ class Up:
     api_url: str
     rehearsal: rehearsal.Rehearsal | None = None
     children: list[Child] = field(default_factory=list)
+    alarms_go_to: str | None = None
+    """Whom Prefect tells of alarms; None if nobody is configured."""
 
     @property
     def ui_url(self) -> str:
@@ -113,6 +116,7 @@ def running(
                 stack.callback(child.stop, _SERVE_STOP_S)
                 up.children.append(child)
             _await_deployments(up)
+            up.alarms_go_to = None if private_server else _install_alarms(up)
         yield up
 
 
@@ -226,6 +230,19 @@ def _create_limit(up: Up, limit: int = 4) -> None:
         raise UpError(f"creating the limit '{BOX_LIMIT}' failed with HTTP {answer.status_code}: {answer.text[:200]}")
 
 
+def _install_alarms(up: Up) -> str | None:
+    """After the deployments, since one automation starts one of them. A wrong address or block is said before anything is rented."""
+    try:
+        notify = read_notify()
+        if notify.notify_url is None and notify.notify_block is None:
+            return None
+        from deployments import automations  # half a second and Prefect, for those who are to be told
+
+        return automations.install(up.api_url, notify)
+    except ValueError as error:
+        raise UpError(str(error)) from None
+
+
 def _await_deployments(up: Up) -> None:
     wanted = {
         entry.full_name
@@ -242,6 +259,12 @@ def _await_deployments(up: Up) -> None:
             name for name in wanted if httpx.get(f"{up.api_url}/deployments/name/{name}", timeout=30).status_code != 200
         }
         time.sleep(0.5)
+
+
+def _as_sigterm(number: int, frame: object) -> None:
+    """On Ctrl-C Prefect kills its flows at once, without `finally` and without hooks; on SIGTERM they give their boxes back first."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def serve(process: Any, *, rehearsal: bool) -> None:
@@ -264,5 +287,6 @@ def serve(process: Any, *, rehearsal: bool) -> None:
                 entrypoint_type=EntrypointType.MODULE_PATH,
             )
         )
+    signal.signal(signal.SIGINT, _as_sigterm)
     # Unpaused on shutdown: a reaper that a restart paused would reap nothing and say nothing.
     prefect.serve(*deployments, pause_on_shutdown=False, limit=5)

@@ -48,6 +48,12 @@ def _parser() -> argparse.ArgumentParser:
     receipt = commands.add_parser("receipt", help="write and print the receipt of a flow run")
     receipt.add_argument("flow_run_id")
     receipt.set_defaults(run=_receipt)
+    audit = commands.add_parser("audit", help="hold the last days' runs against the market's charges; finish receipts")
+    audit.add_argument("--days", type=float, default=3, help="how far back to look (3)")
+    audit.set_defaults(run=_audit)
+    release = commands.add_parser("release", help="give back a box that is kept for debugging, now")
+    release.add_argument("flow_run_id")
+    release.set_defaults(run=_release)
     hosts = commands.add_parser("hosts", help="machines that failed, what they cost, and until when they are left out")
     hosts.set_defaults(run=_hosts)
     reaper = commands.add_parser("reaper", help="one sweep without Prefect: list, judge, destroy, confirm")
@@ -118,6 +124,29 @@ def _receipt(arguments: argparse.Namespace) -> int:
 
     receipt = settle(arguments.flow_run_id, "command")
     print(table(receipt) if receipt else f"flow run {arguments.flow_run_id} left no flight record: it rented nothing")
+    return 0
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    from tasks.audit import audit_with
+    from tasks.log import guard_secrets
+    from tasks.settings import settings
+
+    guard_secrets(settings())
+    found = audit_with(settings(), days=arguments.days)
+    print(found.text())
+    found.raise_if_bad()
+    return 0
+
+
+def _release(arguments: argparse.Namespace) -> int:
+    from tasks.destroy import release
+    from tasks.errors import DestroyUnverified
+
+    result = release(arguments.flow_run_id)
+    if not result.clean:
+        raise DestroyUnverified(f"box {list(result.unverified)} may still bill: {result.reason}")
+    print(f"given back: {', '.join(map(str, result.gone)) or 'there was no box of this flow run'}")
     return 0
 
 

@@ -152,6 +152,10 @@ def show_receipt(receipt: Receipt) -> None:
     )
 
 
+def show_audit(rows: list[dict[str, object]], headline: str) -> None:
+    _shown(lambda: create_table_artifact(table=rows, key="audit", description=headline))
+
+
 def show_adapter(uri: str) -> None:
     _shown(
         lambda: create_link_artifact(

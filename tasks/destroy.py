@@ -6,19 +6,20 @@ a listing may be short or empty for a moment, and a DELETE may answer 200 and do
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pydantic import ValidationError
 
+from tasks import alarms
 from tasks.domain import Destruction, Intent, Label, Listing
 from tasks.errors import LiveryError, MarketError
-from tasks.lease import read_lease
+from tasks.lease import end_lease, read_lease, write_lease
 from tasks.market import open_market
 from tasks.market.protocol import Market
 from tasks.settings import read_settings
@@ -58,7 +59,7 @@ def destroy_run(
     hunt = _Hunt(market, lambda listing: _labelled(listing, flow_run_id), known, deadline_s, poll_s, clock, sleep)
     result = hunt.run(flow_run_id)
     if store is not None:
-        _write_down(store, result, whole_run=True)
+        _write_down(store, result, whole_run=True, now=_wall(clock))
     return result
 
 
@@ -76,29 +77,90 @@ def destroy_boxes(
     """Destroy these boxes only, with the same proof."""
     result = _Hunt(market, lambda listing: set(), set(instance_ids), deadline_s, poll_s, clock, sleep).run(flow_run_id)
     if store is not None:
-        _write_down(store, result, whole_run=False)
+        _write_down(store, result, whole_run=False, now=_wall(clock))
+    return result
+
+
+def destroy_all(
+    market: Market,
+    labels: Mapping[int, str],
+    *,
+    deadline_s: float = DEADLINE_S,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+    store: Store | None = None,
+    poll_s: float = 3.0,
+) -> Destruction:
+    """Destroy boxes of several runs, by id and label, in one pursuit: they share the listings, which cost seconds each."""
+    result = _Hunt(market, lambda listing: set(), set(labels), deadline_s, poll_s, clock, sleep).run("of several")
+    if store is None:
+        return result
+    by_run: dict[str, dict[int, str]] = defaultdict(dict)
+    for box, text in labels.items():
+        if label := Label.parse(text):
+            by_run[label.flow_run_id][box] = text
+    for flow_run_id, boxes in by_run.items():
+        changes = {
+            "flow_run_id": flow_run_id,
+            "gone": tuple(sorted(set(boxes) & set(result.gone))),
+            "unverified": tuple(sorted(set(boxes) & set(result.unverified))),
+            "labels": boxes,
+        }
+        _write_down(store, result.model_copy(update=changes), whole_run=False, now=_wall(clock))
     return result
 
 
 def destroy_in_a_hurry(flow_run_id: str) -> Destruction:
     """`destroy_run` with nothing but the environment and at most 15 seconds of checks, for hooks and guards. Raises nothing of ours.
 
-    A box that is held for debugging is kept. What is not verified in time is written down for the reaper.
+    A box that is held for debugging is kept. What is not verified in time is alarmed and left to the reaper's next sweep: the
+    run's lease is ended.
     """
     try:
         settings = read_settings()
         store = open_store(settings)
-        nothing: tuple[float | None, set[int]] = (None, set())
-        held_until, known = _in_time(lambda: (_hold_of(store, flow_run_id), _known_ids(store, flow_run_id)), nothing)
-        if held_until is not None and held_until > time.time():
-            return Destruction(flow_run_id=flow_run_id, kept_until=held_until)
         market = open_market(settings, budget_s=HURRY_S)
-        result = destroy_run(market, flow_run_id, deadline_s=HURRY_S, also=known, poll_s=min(1.0, settings.poll_s))
     except LiveryError as error:
-        result = Destruction(flow_run_id=flow_run_id, reason=str(error))
         log.error("boxes of flow run %s may still bill: %s", flow_run_id, error)
-        return result
-    _in_time(lambda: _write_down(store, result, whole_run=True), None)
+        return Destruction(flow_run_id=flow_run_id, reason=str(error))
+    return hurry(market, store, flow_run_id, poll_s=min(1.0, settings.poll_s))
+
+
+def release(flow_run_id: str) -> Destruction:
+    """End a hold and give back the run's boxes now, by hand. UserError from the settings; StoreError if the hold cannot be ended."""
+    settings = read_settings()
+    store, now = open_store(settings), time.time()
+    lease = read_lease(store, flow_run_id)
+    if lease is not None:
+        write_lease(store, lease.model_copy(update={"hold_until": None, "expires_at": min(lease.expires_at, now)}))
+    market = open_market(settings)
+    return destroy_run(market, flow_run_id, store=store, also=_known_ids(store, flow_run_id), poll_s=settings.poll_s)
+
+
+def hurry(
+    market: Market,
+    store: Store,
+    flow_run_id: str,
+    *,
+    poll_s: float = 1.0,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> Destruction:
+    """As `destroy_in_a_hurry`, with a market and a bucket that are at hand."""
+    now = _wall(clock)
+    nothing: tuple[float | None, set[int]] = (None, set())
+    held_until, known = _in_time(lambda: (_hold_of(store, flow_run_id), _known_ids(store, flow_run_id)), nothing)
+    if held_until is not None and held_until > now:
+        return Destruction(flow_run_id=flow_run_id, kept_until=held_until)
+    result = destroy_run(market, flow_run_id, deadline_s=HURRY_S, clock=clock, sleep=sleep, also=known, poll_s=poll_s)
+
+    def note() -> None:
+        try:
+            end_lease(store, flow_run_id, _wall(clock))
+        finally:
+            _write_down(store, result, whole_run=True, now=_wall(clock))
+
+    _in_time(note, None)
     return result
 
 
@@ -114,6 +176,9 @@ class _Hunt:
     clock: Callable[[], float]
     sleep: Callable[[float], None]
     problem: str = ""
+    dph_usd: dict[int, float] = field(default_factory=dict)
+    """$/h of boxes that a listing showed, for the alarm."""
+    labels: dict[int, str] = field(default_factory=dict)
 
     def run(self, flow_run_id: str) -> Destruction:
         end = self.clock() + self.deadline_s
@@ -121,7 +186,7 @@ class _Hunt:
         while True:
             proofs = proofs + 1 if self._seen_gone() else 0
             if proofs >= PROOFS:
-                return Destruction(flow_run_id=flow_run_id, gone=tuple(sorted(self.known)))
+                return Destruction(flow_run_id=flow_run_id, gone=tuple(sorted(self.known)), labels=self.labels)
             left = end - self.clock()
             if left <= 0:
                 return self._given_up(flow_run_id)
@@ -140,6 +205,9 @@ class _Hunt:
             return False
         present = self.targets(listing) | (self.known & _ids(listing))
         self.known |= present
+        prices = {box.id: box.dph_total_usd for box in listing.instances if box.id in self.known}
+        self.dph_usd |= {box: price for box, price in prices.items() if price is not None}
+        self.labels |= {box.id: box.label for box in listing.instances if box.id in self.known and box.label}
         blind = _blind_spot(listing)
         # A listing that leaves rows out may leave out ours: then known boxes are asked to go unseen, too.
         self._ask(present | self.known if blind else present)
@@ -178,7 +246,13 @@ class _Hunt:
             ", ".join(map(str, sorted(self.known))) or "unknown",
             reason,
         )
-        return Destruction(flow_run_id=flow_run_id, unverified=tuple(sorted(self.known)), reason=reason)
+        return Destruction(
+            flow_run_id=flow_run_id,
+            unverified=tuple(sorted(self.known)),
+            reason=reason,
+            dph_usd=sum(self.dph_usd.values()) if self.dph_usd else None,
+            labels=self.labels,
+        )
 
 
 def _labelled(listing: Listing, flow_run_id: str) -> set[int]:
@@ -214,36 +288,66 @@ def read_intents(store: Store, flow_run_id: str) -> list[Intent]:
     return found
 
 
-def _write_down(store: Store, result: Destruction, *, whole_run: bool) -> None:
+def _write_down(store: Store, result: Destruction, *, whole_run: bool, now: float) -> None:
     """Close the intents of what is gone, or leave an alarm. A bucket that does not answer must not undo a destroy that worked."""
     try:
         if result.clean:
-            intents = read_intents(store, result.flow_run_id)
-            named = {each for intent in intents for each in (intent.instance_id, *intent.also_ids)}
-            nameless = [intent for intent in intents if intent.instance_id is None and intent.state != "refused"]
-            stray = tuple(each for each in result.gone if each not in named)
-            for intent in intents:
-                if stray and nameless == [intent]:
-                    # Its process died before it heard of the box; the receipt needs the id.
-                    intent = intent.model_copy(update={"instance_id": stray[0], "also_ids": stray[1:]})
-                if intent.state != "refused" and (whole_run or intent.instance_id in result.gone):
-                    closed = intent.model_copy(update={"state": "destroyed"})
-                    store.put_bytes(
-                        layout.intent(intent.flow_run_id, intent.attempt), closed.model_dump_json().encode()
-                    )
-            store.delete(layout.alarm(result.flow_run_id))
-            return
-        alarm = {
-            "what": "destroy_unverified",
-            "flow_run_id": result.flow_run_id,
-            "instances": result.unverified,
-            "reason": result.reason,
-            "at": time.time(),
-            "do": "look at the market's console; the reaper tries again at its next sweep",
-        }
-        store.put_bytes(layout.alarm(result.flow_run_id), json.dumps(alarm, indent=1).encode())
+            _close_intents(store, result, whole_run=whole_run, now=now)
+            alarms.answered(store, result.flow_run_id, None if whole_run else result.gone)
+        else:
+            alarm = alarms.of_run(
+                store,
+                result.flow_run_id,
+                "destroy_unverified",
+                reason=result.reason,
+                do=f"{alarms.CONSOLE}; the reaper tries again at its next sweep",
+                at=now,
+                instances=result.unverified,
+                dph_usd=result.dph_usd,
+            )
+            alarms.sound(store, alarm)
     except StoreError as error:
         log.error("the destroy of flow run %s is not written down: %s", result.flow_run_id, error)
+
+
+def _close_intents(store: Store, result: Destruction, *, whole_run: bool, now: float) -> None:
+    """An intent is `destroyed` only if its boxes were seen gone. One of which no box was seen is `unresolved`: a box may come to light yet."""
+    intents = read_intents(store, result.flow_run_id)
+    strays = _strays(intents, result)
+    for intent in intents:
+        changes: dict[str, object] = {}
+        ids = [*ids_of(intent), *strays.get(intent.attempt, ())]
+        if intent.attempt in strays:
+            # Its process died before it heard of the box, or had given it up; the receipt needs the id.
+            changes |= {"instance_id": ids[0], "also_ids": tuple(ids[1:])}
+        if intent.attempt in strays or (
+            intent.state not in {"refused", "destroyed"} and ids and set(ids) <= set(result.gone)
+        ):
+            changes |= {"state": "destroyed", "closed_at": now}
+        elif whole_run and not ids and intent.state == "written":
+            unheard = "its create call has no answer, and no box of it was seen"
+            changes |= {"state": "unresolved", "closed_at": now, "reason": unheard}
+        if changes:
+            closed = intent.model_copy(update=changes)
+            store.put_bytes(layout.intent(intent.flow_run_id, intent.attempt), closed.model_dump_json().encode())
+
+
+def _strays(intents: list[Intent], result: Destruction) -> dict[int, tuple[int, ...]]:
+    """Boxes that went and that no intent names, by the attempt whose label they carried, or the only one that has no box."""
+    named = {each for intent in intents for each in ids_of(intent)}
+    attempts = {intent.label: intent.attempt for intent in intents}
+    nameless = [intent.attempt for intent in intents if not ids_of(intent) and intent.state != "refused"]
+    found: dict[int, tuple[int, ...]] = {}
+    for box in result.gone:
+        attempt = attempts.get(result.labels.get(box, ""), nameless[0] if len(nameless) == 1 else None)
+        if box not in named and attempt is not None:
+            found[attempt] = (*found.get(attempt, ()), box)
+    return found
+
+
+def _wall(clock: Callable[[], float]) -> float:
+    """The time of day. A clock of the caller's own tells it; the one that counts waiting does not."""
+    return time.time() if clock is time.monotonic else clock()
 
 
 def _hold_of(store: Store, flow_run_id: str) -> float | None:
@@ -252,13 +356,16 @@ def _hold_of(store: Store, flow_run_id: str) -> float | None:
 
 
 def _known_ids(store: Store, flow_run_id: str) -> set[int]:
-    intents = read_intents(store, flow_run_id)
-    return {each for intent in intents for each in (intent.instance_id, *intent.also_ids) if each is not None}
+    return {each for intent in read_intents(store, flow_run_id) for each in ids_of(intent)}
 
 
 def _open_ids(store: Store, flow_run_id: str) -> set[int]:
     intents = [intent for intent in read_intents(store, flow_run_id) if intent.state != "destroyed"]
-    return {each for intent in intents for each in (intent.instance_id, *intent.also_ids) if each is not None}
+    return {each for intent in intents for each in ids_of(intent)}
+
+
+def ids_of(intent: Intent) -> tuple[int, ...]:
+    return tuple(each for each in (intent.instance_id, *intent.also_ids) if each is not None)
 
 
 def _in_time(read: Callable[[], T], otherwise: T, limit_s: float = 4.0) -> T:

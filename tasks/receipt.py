@@ -1,13 +1,17 @@
 """The receipt: planned, paid and wasted dollars of a run, from the market's own charges and the flight record.
 
-Anyone who can reach the bucket and the market can write it: the flow, a hook, the reaper, or a person by `python -m flows receipt`.
+Anyone who can reach the bucket and the market can write it: the flow, a hook, the reaper, the daily audit, or a person by
+`python -m flows receipt`. A market books late, so a receipt may say "so far"; whoever comes later makes it whole.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import defaultdict
+from collections.abc import Sequence
+from datetime import UTC, datetime
 from typing import Literal
 
 from tasks.destroy import read_intents
@@ -23,10 +27,14 @@ from training.box.store import Store
 from training.contract import layout
 
 log = logging.getLogger(__name__)
-Writer = Literal["flow", "hook", "reaper", "command"]
+Writer = Literal["flow", "hook", "reaper", "command", "audit"]
 DAY_S = 86_400  # a market that books by the day dates a charge at its midnight
 # Bandwidth is charged by the byte, so it belongs to the steps that move bytes, whatever their length.
 _DOWN_STEPS, _UP_STEPS = ("prefetch", "install"), ("upload", "export")
+# All else is a box's way to its first step of training.
+_WORK_STEPS = ("phase", "upload", "evaluate", "export")
+# What the market books for a box may end this much before the flow last saw it.
+_BOOKING_SLACK_S = 60.0
 
 
 def settle(flow_run_id: str, written_by: Writer) -> Receipt | None:
@@ -69,7 +77,7 @@ def write_receipt(
 
 def _is_dead(store: Store, flow_run_id: str, written_by: Writer, now: float) -> bool:
     """Hook and reaper come when the flow's process is gone; a person may ask for the bill of a run that goes on."""
-    if written_by != "command":
+    if written_by not in {"command", "audit"}:
         return written_by != "flow"
     lease = read_lease(store, flow_run_id)
     return lease is None or lease.expires_at <= now
@@ -83,6 +91,16 @@ def _receipt(flight: Flight, market: Market, written_by: Writer, now: float) -> 
     by_kind: dict[str, float] = defaultdict(float)
     for charge in charges or ():
         by_kind[charge.kind] += charge.usd
+    behind = {} if market.owned or not charges else not_booked_yet(flight, charges, now)
+    so_far = charges is not None and (bool(behind) or bool(left) or flight.outcome == "running")
+    booked_until = (
+        None if None in behind.values() else min((at for at in behind.values() if at is not None), default=None)
+    )
+    if behind:
+        notes.append(
+            f"so far: box {', '.join(map(str, behind))} is booked until {moment(booked_until)} only; "
+            f"the daily audit makes this whole, or: python -m flows receipt {flight.flow_run_id}"
+        )
     return Receipt(
         run=flight.run,
         flow_run_id=flight.flow_run_id,
@@ -97,6 +115,9 @@ def _receipt(flight: Flight, market: Market, written_by: Writer, now: float) -> 
         written_by=written_by,
         written_at=now,
         notes=tuple(notes),
+        so_far=so_far,
+        booked_until=booked_until,
+        planned=flight.planned,
     )
 
 
@@ -109,13 +130,51 @@ def _charges(flight: Flight, market: Market, now: float, notes: list[str]) -> li
     except MarketError as error:
         notes.append(f"the market's charges could not be read ({error}); paid and wasted are unknown, not zero")
         return None
-    if silent := sorted(set(ids) - {charge.instance_id for charge in charges}):
+    silent = sorted(set(ids) - {charge.instance_id for charge in charges})
+    if silent and booked_for_good(last_sign(flight), now):
+        notes.append(f"the market charged nothing for box {', '.join(map(str, silent))}")
+    elif silent:
         notes.append(
             f"the market lists no charges of box {', '.join(map(str, silent))} yet; paid and wasted are unknown, not zero; "
-            f"ask again later: python -m flows receipt {flight.flow_run_id}"
+            f"the daily audit finishes this, or: python -m flows receipt {flight.flow_run_id}"
         )
         return None
     return charges
+
+
+def not_booked_yet(flight: Flight, charges: Sequence[Charge], now: float) -> dict[int, float | None]:
+    """Boxes whose charges do not reach to where the flow last saw them: until when they do, None if the market does not say."""
+    behind: dict[int, float | None] = {}
+    for attempt in flight.attempts:
+        if attempt.instance_id is None or not attempt.spans:
+            continue
+        seen = attempt.spans[-1].ended_at or now
+        dates = [booked_until(charge, now) for charge in charges if charge.instance_id == attempt.instance_id]
+        known = [date for date in dates if date is not None]
+        until = max(known) if known else None
+        if (until is None or until < seen - _BOOKING_SLACK_S) and not booked_for_good(seen, now):
+            behind[attempt.instance_id] = until
+    return behind
+
+
+def booked_until(charge: Charge, now: float) -> float | None:
+    """The moment up to which a charge is whole; of one that is dated by the day, the day's beginning until the day is over."""
+    if charge.until is None:
+        return None
+    since = charge.since if charge.since is not None else charge.until
+    if since % DAY_S or charge.until % DAY_S:
+        return charge.until
+    day_end = max(charge.until, since + DAY_S)
+    return day_end if now >= day_end else since
+
+
+def booked_for_good(ended: float, now: float) -> bool:
+    """Whether the day after the day that something ended is over: what is not booked by then never will be."""
+    return now >= (math.floor(ended / DAY_S) + 2) * DAY_S
+
+
+def moment(at: float | None) -> str:
+    return "an unknown time" if at is None else f"{datetime.fromtimestamp(at, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def _boxes(flight: Flight) -> tuple[int, ...]:
@@ -197,10 +256,17 @@ def _split(attempt: Attempt, span: Span, seconds: float, usd: float | None) -> l
             reason=reason,
         )
 
+    if not attempt.wasted and attempt.after_loss and span.step.partition(" ")[0] not in _WORK_STEPS:
+        # Paid once already, on the box that was lost.
+        return [line(seconds, True, f"{_nth(attempt.attempt)} box after: {attempt.after_loss}")]
     if attempt.wasted or not span.wasted_s or span.wasted_s >= seconds:
         wasted = attempt.wasted or bool(span.wasted_s)
         return [line(seconds, wasted, attempt.ended if wasted else span.reason)]
     return [line(seconds - span.wasted_s, False, ""), line(span.wasted_s, True, attempt.ended)]
+
+
+def _nth(number: int) -> str:
+    return {2: "second", 3: "third"}.get(number, f"{number}th")
 
 
 def _seconds(span: Span, now: float) -> float:
@@ -224,9 +290,9 @@ def table(receipt: Receipt) -> str:
         lines.append(
             f"  {line.what:<16}{line.instance_id or '-':>9}{line.hours * 3600:>10.1f}{_usd(line):>11}  {note}".rstrip()
         )
-    lines.append(
-        f"  planned {dollars(receipt.planned_usd)}   paid {dollars(receipt.paid_usd)}   wasted {dollars(receipt.wasted_usd)}   boxes rented {receipt.boxes}"
-    )
+    lines += [f"  {sentence}" for sentence in _by_step(receipt)]
+    lines += [f"  wasted {dollars(usd)} by: {reason}" for reason, usd in waste_by_reason(receipt).items()]
+    lines.append(f"  {'   '.join(_totals(receipt))}   boxes rented {receipt.boxes}")
     if receipt.charges:
         lines.append("  charged for " + ", ".join(f"{kind} {dollars(usd)}" for kind, usd in receipt.charges.items()))
     lines.append(f"  instances left: {'unknown' if receipt.instances_left is None else receipt.instances_left}")
@@ -239,15 +305,52 @@ def markdown(receipt: Receipt) -> str:
         f"| {line.what} | {line.instance_id or '-'} | {line.hours * 3600:.1f} | {_usd(line)} | {('wasted: ' + line.reason) if line.wasted else ''} |"
         for line in receipt.lines
     ]
+    totals = ", ".join(f"{words} **{usd}**" for words, _, usd in (total.rpartition(" ") for total in _totals(receipt)))
     head = [
         f"## Receipt of `{receipt.run}`: {receipt.outcome}",
-        f"planned **{dollars(receipt.planned_usd)}**, paid **{dollars(receipt.paid_usd)}**, wasted **{dollars(receipt.wasted_usd)}**, boxes rented {receipt.boxes}, "
+        f"{totals}, boxes rented {receipt.boxes}, "
         f"instances left: **{'unknown' if receipt.instances_left is None else receipt.instances_left}**",
         "",
         "| step | box | seconds | dollars | note |",
         "| --- | --- | ---: | ---: | --- |",
     ]
-    return "\n".join([*head, *rows, *(f"\n> {note}" for note in receipt.notes)])
+    foot = [*_by_step(receipt), *(f"wasted {dollars(usd)} by: {why}" for why, usd in waste_by_reason(receipt).items())]
+    return "\n".join([*head, *rows, *(f"\n{line}" for line in foot), *(f"\n> {note}" for note in receipt.notes)])
+
+
+def waste_by_reason(receipt: Receipt) -> dict[str, float | None]:
+    """Wasted dollars by reason, None where a part of them is unknown."""
+    found: dict[str, float | None] = {}
+    for line in receipt.lines:
+        if line.wasted:
+            before = found.get(line.reason, 0.0)
+            found[line.reason] = None if before is None or line.usd is None else before + line.usd
+    return found
+
+
+def _by_step(receipt: Receipt) -> list[str]:
+    """What was planned against what was paid, phase by phase; nothing where no plan was on record."""
+    phases = [step for step in receipt.planned if step.startswith("phase ")]
+    said = []
+    for step in receipt.planned:
+        lines = [
+            line for line in receipt.lines if (line.what == step) or (step not in phases and line.what not in phases)
+        ]
+        paid = None if any(line.usd is None for line in lines) else sum(line.usd or 0.0 for line in lines)
+        wasted = None if paid is None else sum(line.usd or 0.0 for line in lines if line.wasted)
+        said.append(
+            f"{step}: planned {dollars(receipt.planned[step])}, paid {dollars(paid)}, of it wasted {dollars(wasted)}"
+        )
+    return said
+
+
+def _totals(receipt: Receipt) -> tuple[str, str, str]:
+    yet = " so far" if receipt.so_far else ""
+    return (
+        f"planned {dollars(receipt.planned_usd)}",
+        f"paid{yet} {dollars(receipt.paid_usd)}",
+        f"wasted{yet} {dollars(receipt.wasted_usd)}",
+    )
 
 
 def _usd(line: ReceiptLine) -> str:

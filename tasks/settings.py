@@ -5,9 +5,11 @@ Never a flow parameter, never on a box. Each field is described in `.env.example
 
 from __future__ import annotations
 
+import re
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, ValidationInfo, field_validator
@@ -16,15 +18,38 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from tasks.errors import UserError
 
+T = TypeVar("T", bound=BaseSettings)
 _PLAIN_HTTP = {("http", host) for host in ("127.0.0.1", "localhost", "::1")}
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"", "0", "false", "no", "off"}
 
 
-class Settings(BaseSettings):
+class Notify(BaseSettings):
+    """Where alarms go; apart from the rest, since `up` asks for it where no account may be configured."""
+
     model_config = SettingsConfigDict(
         env_prefix="LIVERY_", env_file=".env", env_ignore_empty=True, extra="ignore", frozen=True
     )
 
+    notify_url: SecretStr | None = None
+    notify_block: str | None = None
+
+    @field_validator("notify_url")
+    @classmethod
+    def _a_webhook(cls, value: SecretStr | None) -> SecretStr | None:
+        _https_or_loopback(value.get_secret_value() if value else None)
+        return value
+
+    @field_validator("notify_block")
+    @classmethod
+    def _type_and_name(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[a-z0-9-]+/[a-z0-9-]+", value):
+            raise ValueError(
+                f"seen {value!r}, want TYPE/NAME of a notification block in Prefect, such as pager-duty-webhook/ops"
+            )
+        return value
+
+
+class Settings(Notify):
     market: Literal["vast", "ssh_host"] = "vast"
     market_url: str = "https://console.vast.ai"
     market_api_key: SecretStr = Field(SecretStr(""), validate_default=True)
@@ -52,10 +77,16 @@ class Settings(BaseSettings):
     keep_hours: float = Field(2.0, gt=0, le=24)
     max_age_hours: float = Field(12.0, gt=0)
     never_running_s: int = Field(2700, gt=0)
+    down_s: int = Field(600, gt=0)
+    no_progress_s: int = Field(1800, gt=0)
     lease_s: int = Field(900, ge=5)
     lease_renew_s: float = Field(60, gt=0)
+    deadman_silent_s: float = Field(2700, gt=0)
+    deadman_stalled_s: float = Field(7200, gt=0)
     max_dph_usd: float = Field(20.0, gt=0)
+    min_credit_usd: float = Field(5.0, ge=0)
     max_reap: int = Field(30, ge=1)
+    protected: str = ""
     poll_s: float = Field(3.0, gt=0)
 
     @field_validator("keep_box", mode="before")
@@ -68,6 +99,12 @@ class Settings(BaseSettings):
         if word in _TRUE | _FALSE:
             return word in _TRUE
         raise ValueError(f"want one of {', '.join(sorted(_TRUE | _FALSE - {''}))} or empty")
+
+    @field_validator("protected")
+    @classmethod
+    def _each_with_its_end(cls, value: str) -> str:
+        protections(value)
+        return value
 
     @field_validator("market_api_key", "ssh_host", "ssh_key_path", mode="before")
     @classmethod
@@ -90,6 +127,16 @@ class Settings(BaseSettings):
             )
         return value
 
+    @field_validator("deadman_silent_s")
+    @classmethod
+    def _well_over_the_renewals(cls, value: float, info: ValidationInfo) -> float:
+        renew_s = info.data.get("lease_renew_s")
+        if renew_s is not None and value < 5 * renew_s:
+            raise ValueError(
+                f"seen {value:g} with LIVERY_LEASE_RENEW_S={renew_s:g}; want at least five times that, or a box ends itself when a few renewals do not reach it"
+            )
+        return value
+
     @field_validator("s3_region")
     @classmethod
     def _known_on_aws(cls, value: str, info: ValidationInfo) -> str:
@@ -108,16 +155,47 @@ class Settings(BaseSettings):
     @field_validator("market_url", "s3_endpoint_url", "box_s3_endpoint_url")
     @classmethod
     def _https_or_loopback(cls, value: str | None) -> str | None:
-        url = urlsplit(value or "")
-        if value and url.scheme != "https" and (url.scheme, url.hostname) not in _PLAIN_HTTP:
-            raise ValueError("want https:// (plain http only on loopback: keys travel on this connection)")
-        return value.rstrip("/") if value else None
+        return _https_or_loopback(value)
+
+
+def protections(text: str) -> dict[int, float]:
+    """Box ids and until when each is protected, epoch seconds, from `7835610@2026-12-24T12:00Z, …`. ValueError for an entry without id or end:
+    a protection that nobody ends is how a box bills for ever."""
+    found: dict[int, float] = {}
+    for entry in (part.strip() for part in text.split(",")):
+        if not entry:
+            continue
+        box, _, until = entry.partition("@")
+        try:
+            moment = datetime.fromisoformat(until.strip())
+            found[int(box)] = moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
+        except ValueError:
+            raise ValueError(
+                f"seen {entry!r}; want <box id>@<date and time>, such as 7835610@2026-12-24T12:00Z"
+            ) from None
+    return found
 
 
 def read_settings() -> Settings:
     """Settings from the environment; UserError names each field that is missing or wrong, never its value if it is a secret."""
+    return _read(Settings)
+
+
+def read_notify() -> Notify:
+    """Where alarms go, from the environment; UserError as `read_settings`."""
+    return _read(Notify)
+
+
+def _https_or_loopback(value: str | None) -> str | None:
+    url = urlsplit(value or "")
+    if value and url.scheme != "https" and (url.scheme, url.hostname) not in _PLAIN_HTTP:
+        raise ValueError("want https:// (plain http only on loopback: keys travel on this connection)")
+    return value.rstrip("/") if value else None
+
+
+def _read(kind: type[T]) -> T:
     try:
-        return Settings()
+        return kind()
     except ValidationError as error:
         lines = []
         for item in error.errors(include_url=False, include_input=False):

@@ -7,14 +7,15 @@ from tasks.settings import Settings
 from training.box.store import Store, StoreError
 
 
-def open_store(settings: Settings) -> Store:
-    """The bucket with the control plane's own key."""
+def open_store(settings: Settings, *, stall_s: float = 15) -> Store:
+    """The bucket with the control plane's own key. `stall_s`: give up a silent connection so soon, for who has little time."""
     return Store(
         settings.bucket,
         endpoint_url=settings.s3_endpoint_url,
         region=settings.signing_region,
         access_key_id=settings.s3_access_key_id,
         secret_access_key=settings.s3_secret_access_key.get_secret_value(),
+        stall_s=stall_s,
     )
 
 

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -39,18 +41,34 @@ def test_no_deployment_has_a_secret_among_its_parameters(entry: Deployment) -> N
 
 
 def test_the_deployments_people_trigger_are_there() -> None:
-    assert {"finetune/full", "finetune/smoke", "finetune/rehearsal", "plan/offers", "reaper/cron"} <= {
+    assert {"finetune/full", "finetune/smoke", "finetune/rehearsal", "plan/offers", "reaper/cron", "audit/daily"} <= {
         entry.full_name for entry in CATALOGUE
     }
 
 
 def test_the_reaper_is_served_by_a_process_of_its_own() -> None:
-    assert [entry.full_name for entry in served("reaper", rehearsal=True)] == ["reaper/cron"]
+    assert [entry.full_name for entry in served("reaper", rehearsal=True)] == ["reaper/cron", "audit/daily"]
     assert "reaper/cron" not in {entry.full_name for entry in served("runs", rehearsal=True)}
+
+
+def test_the_audit_can_be_run_where_the_reapers_process_is_dead() -> None:
+    assert "audit/now" in {entry.full_name for entry in served("runs", rehearsal=False)}
 
 
 def test_a_rehearsal_is_not_served_with_a_real_account() -> None:
     assert "finetune/rehearsal" not in {entry.full_name for entry in served("runs", rehearsal=False)}
+
+
+def test_the_hooks_are_there_for_a_process_that_knows_only_the_entrypoint() -> None:
+    """As a worker's hook runner loads them after the flow's own process is dead: from the file, in a fresh process."""
+    program = (
+        "from prefect.flows import load_flow_from_entrypoint\n"
+        "flow = load_flow_from_entrypoint('flows/finetune.py:finetune')\n"
+        "hooks = flow.on_failure_hooks + flow.on_cancellation_hooks + flow.on_crashed_hooks\n"
+        "print([f'{hook.__module__}:{hook.__name__}' for hook in hooks])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == str(["tasks.guard:destroy_hook"] * 3), done.stderr
 
 
 def test_every_flow_that_rents_has_all_three_hooks() -> None:
@@ -62,7 +80,7 @@ def test_prefect_yaml_is_what_the_catalogue_writes() -> None:
     text = (ROOT / "deployments" / "prefect.yaml").read_text()
     assert text == prefect_yaml(), "run `python -m deployments yaml`"
     entries = yaml.safe_load(text)["deployments"]
-    assert {entry["name"] for entry in entries} == {"full", "smoke", "offers", "cron"}
+    assert {entry["name"] for entry in entries} == {"full", "smoke", "offers", "cron", "daily", "now"}
 
 
 def test_pools_give_a_flow_the_sigterm_behaviour_that_lets_it_destroy_its_box() -> None:

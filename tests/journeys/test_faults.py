@@ -28,6 +28,7 @@ def completed(journey: Journey, ended: Ended, *, boxes: int, phases: tuple[str, 
     assert journey.billed_now() == 0
     receipt = journey.receipt(ended.flow_run_id)
     assert (receipt.outcome, receipt.instances_left, receipt.boxes) == ("completed", 0, boxes)
+    assert receipt.final and receipt.planned
     assert receipt.paid_usd is not None and receipt.paid_usd == pytest.approx(journey.world()["total_usd"], abs=2e-4)
     assert {key.split("/")[3] for key in journey.manifests()} == set(phases)
     assert not journey.store.list("alarms/")
@@ -86,6 +87,9 @@ def test_after_a_failed_import_probe_and_a_box_lost_in_mid_phase_the_third_goes_
     assert wasted(here, ended)[2].what in {"phase sft", "upload cpt"}
     lines = here.receipt(ended.flow_run_id).lines
     assert "phase cpt" not in [line.what for line in lines if line.attempt == 3], "what was durable is not done again"
+    again = [line for line in lines if line.attempt == 3 and line.wasted]
+    assert {"boot", "prefetch"} <= {line.what for line in again}, "paid a second time because of the loss"
+    assert all(line.reason.startswith("third box after: ") for line in again)
     assert "resumed from runs/counting/manifests/sft/" in ended.output
 
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
-from tasks import boxes
+from tasks import alarms, boxes
 from tasks.billing import receipt_written
 from tasks.destroy import destroy_run
 from tasks.domain import Attempt, Box, Flight, Intent, Label, Lease, Receipt, Span
@@ -24,7 +25,7 @@ from tasks.run import Run
 from tests.tasks.pretend import FLOW_RUN, Clock, Pretend, dead_store, rehearsal_recipe
 from training.box.store import Store
 from training.contract import layout
-from training.contract.events import CheckpointDurable, Heartbeat
+from training.contract.events import CheckpointDurable, CheckpointSaved, Heartbeat
 
 PHASES = [
     {"kind": "cpt", "data": "bucket:data/cpt.jsonl", "steps": 10, "learning_rate": 1e-4},
@@ -252,6 +253,70 @@ def test_a_box_that_the_market_has_not_billed_yet_was_not_free(market: VastMarke
     receipt = write_receipt(store, market, FLOW_RUN, "reaper")
     assert receipt is not None and receipt.paid_usd is None and receipt.wasted_usd is None
     assert "no charges of box 7 yet" in receipt.notes[0]
+
+
+def test_steps_that_ran_while_the_last_checkpoint_was_uploaded_are_done_again_and_wasted(flown: Flown) -> None:
+    flown.rent()
+    with flown.run.flight.span("phase cpt"):
+        flown.clock.sleep(60)
+        flown.run.view.absorb([CheckpointSaved(phase="cpt", step=5, bytes=1, t=flown.clock())])
+        flown.clock.sleep(30)
+        durable = CheckpointDurable(
+            phase="cpt", step=5, manifest="m", bytes=1, seconds=30, complete=False, t=flown.clock()
+        )
+        flown.run.view.absorb([durable])
+        flown.clock.sleep(10)
+    boxes.give_back(flown.run, BoxLost("host gone"))
+    write_receipt(flown.store, flown.market, FLOW_RUN, "flow", now=flown.clock(), flight=flown.run.flight.flight)
+    assert wasted(flown.receipt()) == {"phase cpt": 40}
+
+
+def test_after_a_loss_in_mid_phase_the_next_boxs_way_to_its_first_step_is_wasted_by_the_loss(flown: Flown) -> None:
+    flown.rent()
+    flown.train_cpt()
+    with pytest.raises(BoxLost):
+        flown.fail("phase sft", 50, BoxLost("host gone"))
+    boxes.give_back(flown.run, BoxLost("host gone"))
+    flown.rent()
+    with flown.run.flight.span("phase sft"):
+        flown.clock.sleep(60)
+    flown.run.flight.attempt_done()
+    flown.run.flight.end("completed")
+    receipt = write_receipt(
+        flown.store, flown.market, FLOW_RUN, "flow", now=flown.clock(), flight=flown.run.flight.flight
+    )
+    assert receipt is not None and receipt.wasted_usd
+    reasons = {(line.what, line.attempt): line.reason for line in receipt.lines if line.wasted}
+    assert reasons == {("phase sft", 1): "host gone", ("boot", 2): "second box after: host gone"}
+    assert receipt.planned and sum(receipt.planned.values()) == pytest.approx(receipt.planned_usd)
+
+
+def test_a_bill_that_is_booked_in_part_says_so_far_and_until_when_and_is_made_whole_later(flown: Flown) -> None:
+    flown.rent()
+    with flown.run.flight.span("phase cpt"):
+        flown.clock.sleep(7200)
+    flown.run.flight.attempt_done()
+    flown.run.flight.end("completed")
+    destroy_run(flown.market, FLOW_RUN, clock=flown.clock, sleep=flown.clock.sleep)
+    flown.pretend.arm("charges.behind=3600")
+    part = write_receipt(flown.store, flown.market, FLOW_RUN, "flow", now=flown.clock())
+    assert part is not None and part.so_far and part.booked_until == pytest.approx(flown.clock() - 3600, abs=30)
+    assert "so far" in part.notes[0] and not part.final
+    flown.clock.sleep(3600)
+    whole = write_receipt(flown.store, flown.market, FLOW_RUN, "audit", now=flown.clock())
+    assert whole is not None and whole.final and part.paid_usd and whole.paid_usd
+    assert whole.paid_usd == pytest.approx(flown.pretend.market.total_usd(), abs=1e-5)
+    assert whole.paid_usd > part.paid_usd * 1.5
+
+
+def test_a_cap_that_ends_a_run_is_told_with_its_dollars(flown: Flown) -> None:
+    flown.rent()
+    nobody = {PREFECT_API_URL: "http://127.0.0.1:9/api", PREFECT_CLIENT_MAX_RETRIES: 0}
+    with temporary_settings(nobody), pytest.raises(BudgetReached), receipt_written(flown.run):
+        flown.fail("phase cpt", 60, BudgetReached("about $30 spent, budget.max_usd = $30.00"))
+    (alarm,) = alarms.standing(flown.store)
+    assert (alarm.what, alarm.subject, alarm.instances) == ("cap_reached", FLOW_RUN, (flown.box_id,))
+    assert alarm.spent_usd and alarm.dph_usd and "budget.max_usd" in alarm.reason
 
 
 def test_a_flow_run_that_is_started_again_keeps_its_earlier_boxes_on_the_bill(flown: Flown) -> None:

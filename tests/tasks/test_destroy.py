@@ -7,13 +7,31 @@ from typing import Any
 
 import pytest
 
-from tasks.destroy import destroy_boxes, destroy_in_a_hurry, destroy_run
-from tasks.domain import Destruction, Intent
-from tasks.lease import hold
+from flows.__main__ import main
+from tasks import alarms
+from tasks.destroy import destroy_boxes, destroy_in_a_hurry, destroy_run, hurry, release
+from tasks.domain import Alarm, Attempt, Destruction, Flight, Intent, Lease, Span
+from tasks.lease import hold, read_lease, write_lease
+from tasks.market.limiter import Limiter
 from tasks.market.vast import VastMarket
+from tasks.reap import sweep
 from tests.tasks.pretend import FLOW_RUN, NOW, OTHER_RUN, Clock, Pretend, dead_store
 from training.box.store import Store
 from training.contract import layout
+
+_GIVEN: dict[str, Any] = {
+    "flow_run_id": FLOW_RUN,
+    "run": "r",
+    "attempt": 1,
+    "label": "l",
+    "account_id": "1",
+    "offer_id": 1,
+    "machine_id": 1,
+    "dph_usd": 1.0,
+    "disk_gb": 10,
+    "written_at": NOW,
+    "state": "created",
+}
 
 
 def _destroy(market: VastMarket, clock: Clock, **options: Any) -> Destruction:
@@ -21,21 +39,27 @@ def _destroy(market: VastMarket, clock: Clock, **options: Any) -> Destruction:
 
 
 def _intent(store: Store, attempt: int = 1, **changes: Any) -> None:
-    given: dict[str, Any] = {
-        "flow_run_id": FLOW_RUN,
-        "run": "r",
-        "attempt": attempt,
-        "label": "l",
-        "account_id": "1",
-        "offer_id": 1,
-        "machine_id": 1,
-        "dph_usd": 1.0,
-        "disk_gb": 10,
-        "written_at": NOW,
-        "state": "created",
-    }
-    intent = Intent(**{**given, **changes})
+    intent = Intent(**{**_GIVEN, "attempt": attempt, **changes})
     store.put_bytes(layout.intent(FLOW_RUN, attempt), intent.model_dump_json().encode())
+
+
+def _flight(store: Store, box: int, *, flow_run_id: str = FLOW_RUN, dph_usd: float = 1.0) -> None:
+    boot = Span(step="boot", started_at=NOW)
+    attempt = Attempt(attempt=1, label="l", machine_id=1, offer_id=1, dph_usd=dph_usd, instance_id=box, spans=(boot,))
+    flight = Flight(
+        flow_run_id=flow_run_id,
+        run="tools-35b",
+        started_at=NOW,
+        planned_usd=1.0,
+        max_usd=2.0,
+        market="vast",
+        attempts=(attempt,),
+    )
+    store.put_bytes(layout.flight(flow_run_id), flight.model_dump_json().encode())
+
+
+def _read(store: Store, attempt: int) -> Intent:
+    return Intent.model_validate_json(store.get_bytes(layout.intent(FLOW_RUN, attempt)) or b"")
 
 
 def _state(store: Store, attempt: int = 1) -> str:
@@ -162,8 +186,55 @@ def test_intents_are_closed_and_an_old_alarm_goes(
     _intent(store, 3, state="refused")
     store.put_bytes(layout.alarm(FLOW_RUN), b"{}")
     assert _destroy(market, clock, store=store).clean
-    assert [_state(store, attempt) for attempt in (1, 2, 3)] == ["destroyed", "destroyed", "refused"]
+    assert [_state(store, attempt) for attempt in (1, 2, 3)] == ["destroyed", "unresolved", "refused"]
     assert store.get_bytes(layout.alarm(FLOW_RUN)) is None
+
+
+def test_an_intent_of_which_no_box_was_seen_is_never_called_destroyed(
+    pretend: Pretend, market: VastMarket, clock: Clock, store: Store
+) -> None:
+    """Its process died in the create call; the box may come to light hours later, and then somebody must still be looking."""
+    _intent(store, 1, state="written")
+    assert _destroy(market, clock, store=store).clean
+    intent = _read(store, 1)
+    assert (intent.state, intent.closed_at) == ("unresolved", clock.now) and "no box of it was seen" in intent.reason
+    assert intent.owned_until == NOW + 24 * 3600
+
+
+def test_an_intent_whose_box_was_not_looked_for_stays_open(
+    pretend: Pretend, market: VastMarket, clock: Clock, store: Store
+) -> None:
+    first, second = pretend.rented(attempt=1), pretend.rented(attempt=2)
+    _intent(store, 1, instance_id=first)
+    _intent(store, 2, instance_id=second)
+    assert destroy_boxes(market, FLOW_RUN, {first}, clock=clock, sleep=clock.sleep, store=store).clean
+    assert (_state(store, 1), _state(store, 2)) == ("destroyed", "created")
+
+
+def test_a_late_box_goes_on_the_intent_whose_label_it_carries_though_that_was_given_up(
+    pretend: Pretend, market: VastMarket, clock: Clock, store: Store
+) -> None:
+    box = pretend.rented(attempt=2)
+    label = str(pretend.market.contracts[box].label)
+    for attempt in (1, 3):
+        _intent(store, attempt, state="unresolved", label="of another")
+    _intent(store, 2, state="refused", label=label)
+    assert destroy_boxes(market, FLOW_RUN, {box}, clock=clock, sleep=clock.sleep, store=store).clean
+    late = _read(store, 2)
+    assert (late.instance_id, late.state, late.closed_at) == (box, "destroyed", clock.now)
+    assert [_state(store, attempt) for attempt in (1, 3)] == ["unresolved", "unresolved"]
+
+
+def test_an_alarm_about_another_box_of_the_run_stays(
+    pretend: Pretend, market: VastMarket, clock: Clock, store: Store
+) -> None:
+    first, second = pretend.rented(attempt=1), pretend.rented(attempt=2)
+    alarm = Alarm(what="destroy_unverified", subject=FLOW_RUN, instances=(second,), reason="r", do="d", at=NOW)
+    alarms.sound(store, alarm)
+    destroy_boxes(market, FLOW_RUN, {first}, clock=clock, sleep=clock.sleep, store=store)
+    assert [each.instances for each in alarms.standing(store)] == [(second,)]
+    destroy_boxes(market, FLOW_RUN, {second}, clock=clock, sleep=clock.sleep, store=store)
+    assert not alarms.standing(store)
 
 
 def test_what_is_not_verified_is_written_down_as_an_alarm(
@@ -171,10 +242,19 @@ def test_what_is_not_verified_is_written_down_as_an_alarm(
 ) -> None:
     box = pretend.rented()
     _intent(store, instance_id=box)
+    _flight(store, box, dph_usd=3.6)
     pretend.arm("destroy.200_but_stays=1000@always")
     _destroy(market, clock, deadline_s=30, store=store)
-    alarm = json.loads(store.get_bytes(layout.alarm(FLOW_RUN)) or b"")
-    assert alarm["what"] == "destroy_unverified" and alarm["instances"] == [box]
+    (alarm,) = alarms.standing(store)
+    assert (alarm.what, alarm.subject, alarm.instances, alarm.run) == (
+        "destroy_unverified",
+        FLOW_RUN,
+        (box,),
+        "tools-35b",
+    )
+    assert alarm.dph_usd == pytest.approx(pretend.market.alive()[0].dph_total_usd), "what the market lists now"
+    assert alarm.spent_usd == pytest.approx(3.6 * (clock.now - NOW) / 3600, abs=1e-4)
+    assert "console" in alarm.do and f"box {box}" in alarm.sentence and "$" in alarm.sentence
     assert _state(store) == "created"
     assert "DESTROY UNVERIFIED" in caplog.text
 
@@ -248,3 +328,70 @@ def test_a_box_nobody_had_heard_of_is_written_into_the_intent_it_belongs_to(
     assert _destroy(market, clock, store=store).clean
     found = Intent.model_validate_json(store.get_bytes(layout.intent(FLOW_RUN, 2)) or b"")
     assert (found.instance_id, found.state) == (box, "destroyed")
+
+
+def test_a_run_that_is_over_has_no_live_lease_left(pretend: Pretend, environment: dict[str, str], store: Store) -> None:
+    """Or the reaper would keep a box that comes to light for fifteen minutes, because a dead flow answers for it."""
+    now = time.time()
+    write_lease(store, Lease(flow_run_id=FLOW_RUN, run="r", renewed_at=now, expires_at=now + 900))
+    destroy_in_a_hurry(FLOW_RUN)
+    lease = read_lease(store, FLOW_RUN)
+    assert lease is not None and lease.expires_at <= time.time()
+
+
+def test_a_kept_box_can_be_released_by_hand(
+    pretend: Pretend, environment: dict[str, str], store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    box, now = pretend.rented(), time.time()
+    hold(store, FLOW_RUN, "r", now=now, until=now + 3600)
+    assert main(["release", FLOW_RUN]) == 0
+    assert not pretend.market.alive() and str(box) in capsys.readouterr().out
+    lease = read_lease(store, FLOW_RUN)
+    assert lease is not None and lease.hold_until is None
+    assert release(FLOW_RUN).gone == ()
+
+
+def test_of_twenty_runs_that_crash_together_those_whose_delete_found_no_room_are_alarmed_and_gone_at_the_next_sweep(
+    pretend: Pretend, store: Store, tmp_path: Path, clock: Clock
+) -> None:
+    """The market takes one DELETE in 3 s and a hook has 15: each hook has a clock of its own that began at the crash, and all share one limit."""
+    runs = {f"{number:08d}-1988-4822-a204-826ec4ac0aee": number for number in range(20)}
+    boxes = {run: pretend.rented(run, offer=0) for run in runs}
+    for run, box in boxes.items():
+        label = str(pretend.market.contracts[box].label)
+        intent = Intent.model_validate(
+            {**_GIVEN, "flow_run_id": run, "label": label, "instance_id": box, "account_id": "71500"}
+        )
+        store.put_bytes(layout.intent(run, 1), intent.model_dump_json().encode())
+        write_lease(store, Lease(flow_run_id=run, run="r", renewed_at=NOW, expires_at=NOW + 900))
+        _flight(store, box, flow_run_id=run)
+    results = []
+    for run in runs:
+        own = Clock(NOW)
+        limiter = Limiter(tmp_path, pretend.market.account_key, clock=own, sleep=own.sleep)
+        client = VastMarket(
+            pretend.url,
+            pretend.market.account_key,
+            limiter,
+            clock=own,
+            sleep=own.sleep,
+            budget_s=15,
+            jitter=lambda: 0.0,
+        )
+        results.append(hurry(client, store, run, clock=own, sleep=own.sleep))
+        assert own.now - NOW < 30
+    left = {run for run, result in zip(runs, results, strict=True) if not result.clean}
+    assert left and {contract.id for contract in pretend.market.alive()} <= {boxes[run] for run in left}
+    assert {alarm.subject for alarm in alarms.standing(store)} == left
+    assert all(alarm.what == "destroy_unverified" and alarm.spent_usd is not None for alarm in alarms.standing(store))
+    clock.now = NOW + 300
+    swept = sweep(
+        pretend.client(tmp_path / "reaper", key=pretend.market.reaper_key),
+        store,
+        pretend.settings(tmp_path),
+        clock=clock,
+        sleep=clock.sleep,
+        settle=lambda flow_run_id, by: None,
+    )
+    assert not pretend.market.alive() and not swept.unverified
+    assert not alarms.standing(store)

@@ -136,3 +136,13 @@ def test_a_box_of_ones_own_needs_an_address_and_a_key_file_and_no_market_key(env
     environment.setenv("LIVERY_SSH_HOST", "gpu.example.com")
     environment.setenv("LIVERY_SSH_KEY_PATH", "~/.ssh/id_ed25519")
     assert read_settings().ssh_port == 22
+
+
+def test_a_dead_man_that_a_few_lost_renewals_set_off_is_refused(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv("LIVERY_DEADMAN_SILENT_S", "299")
+    with pytest.raises(
+        UserError, match="LIVERY_DEADMAN_SILENT_S: seen 299 with LIVERY_LEASE_RENEW_S=60; want at least"
+    ):
+        read_settings()
+    environment.setenv("LIVERY_DEADMAN_SILENT_S", "300")
+    assert read_settings().deadman_silent_s == 300

@@ -458,6 +458,21 @@ def test_a_running_box_may_be_taken_away(
         assert row is not None and row["actual_status"] == expected
 
 
+def test_a_host_may_reboot_and_the_box_comes_back_at_new_ports_and_stays(
+    call: MarketCaller, arm: Any, clock: FakeClock
+) -> None:
+    arm("host.reboots_after=60")
+    instance_id = call.rent()
+    contract = call.market.contracts[instance_id]
+    clock.advance(60)
+    row = call.show(instance_id)
+    assert row is not None and (row["actual_status"], contract.port_moves) == ("rebooting", 1)
+    for _ in range(2):
+        clock.advance(3600)
+        row = call.show(instance_id)
+        assert row is not None and (row["actual_status"], contract.port_moves) == ("running", 1)
+
+
 def test_only_a_bid_is_outbid(call: MarketCaller, arm: Any, clock: FakeClock) -> None:
     arm("bid.outbid_after=1")
     instance_id = call.rent()
@@ -520,6 +535,23 @@ def test_a_fault_bound_to_a_machine_spares_the_others(call: MarketCaller, arm: A
     arm("boot.exited@machine:36002")
     rows = [call.show(call.rent(ask)) for ask in (CHEAPEST, 24002002)]
     assert [row and row["actual_status"] for row in rows] == ["running", "exited"]
+
+
+def test_a_bill_may_be_behind_and_then_holds_a_part(call: MarketCaller, arm: Any, clock: FakeClock) -> None:
+    arm("charges.behind=3600")
+    instance_id, began = call.rent(), clock()
+    clock.advance(7200)
+    call.destroy(instance_id)
+
+    def row() -> dict[str, Any]:
+        day = {"day": {"gte": began, "lte": clock()}}
+        found: dict[str, Any] = call("GET", "/api/v0/charges/", select_filters=day).body["results"][0]
+        return found
+
+    part = row()
+    assert part["end"] == pytest.approx(began + 3600, abs=60)
+    clock.advance(3600)
+    assert row()["amount"] == pytest.approx(2 * part["amount"], rel=0.05)
 
 
 def test_a_box_may_be_on_the_bill_only_long_after_its_end(call: MarketCaller, arm: Any, clock: FakeClock) -> None:
