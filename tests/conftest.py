@@ -11,7 +11,7 @@ import pytest
 # Whole flows. A Prefect server needs as long to start as a flow to fly, so the files that need one are two workers' work: the faults
 # alone take as long as everything else of them.
 FAULTS, SERVED = "tests/journeys/test_faults.py", "tests/journeys/test_served.py"
-WITH_SERVER = ("tests/journeys/", "tests/flows/")
+WITH_SERVER = ("tests/journeys/", "tests/flows/", "tests/deployments/test_automations.py")
 # One worker for both, since they look at the same minute of training.
 SHARED = {"tests/training/test_resume.py": "tests/training/test_cascade.py"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -13,10 +14,12 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tasks.remote.bundle import ONSTART_CHARACTERS, onstart
 from training.box import deadman
+from training.contract.events import EventLog, Heartbeat, Notice, Step
 
 GONE = (404, {"error": "no_such_instance"})
 
@@ -43,7 +46,7 @@ class Market:
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+        threading.Thread(target=self.server.serve_forever, args=(0.02,), daemon=True).start()
 
 
 @pytest.fixture
@@ -60,14 +63,63 @@ def market() -> Iterator[Callable[..., Market]]:
         one.server.server_close()
 
 
-def test_the_hard_end_destroys_even_while_a_job_runs() -> None:
-    assert deadman.reason(1001, 1000, 1001, 60, True) == "the hard end has passed"
+def reason(*, now: float = 1000, hard_end: float = 9999, alive_at: float = 900, still_s: float | None = None) -> str:
+    return deadman.reason(now, hard_end, alive_at, 60, still_s, 300)
 
 
-def test_silence_destroys_only_when_no_job_runs() -> None:
-    assert "no job runs" in deadman.reason(1000, 9999, 900, 60, False)
-    assert deadman.reason(1000, 9999, 900, 60, True) == ""
-    assert deadman.reason(1000, 9999, 950, 60, False) == ""
+def test_the_hard_end_destroys_even_while_a_job_gets_on() -> None:
+    assert reason(now=1001, hard_end=1000, alive_at=1001, still_s=0) == "the hard end has passed"
+
+
+def test_silence_destroys_when_no_job_runs_and_not_before() -> None:
+    assert "no job runs" in reason()
+    assert reason(alive_at=950) == ""
+
+
+def test_a_job_that_gets_on_keeps_a_silent_box_and_one_that_hangs_does_not() -> None:
+    assert reason(still_s=300) == ""
+    assert reason(still_s=301) == "nobody has asked for this box for 100 s and its job has got nowhere for 301 s"
+
+
+def test_a_job_that_hangs_is_the_flows_to_judge_while_the_flow_is_heard_of() -> None:
+    assert reason(alive_at=990, still_s=9000) == ""
+
+
+def test_a_held_lock_and_a_beating_heart_are_no_progress_and_a_step_or_a_line_of_a_log_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(deadman, "HOME", str(tmp_path))
+    events, log, read = tmp_path / "events.jsonl", tmp_path / "jobs/install/log", dict[str, int]()
+    log.parent.mkdir(parents=True)
+    assert not deadman.moved(read), "nothing is there yet"
+
+    def told(kind: str) -> bool:
+        with events.open("a") as file:
+            file.write(json.dumps({"v": 1, "kind": kind, "reason": "x"}, separators=(",", ":")) + "\n")
+        return deadman.moved(read)
+
+    assert [told(kind) for kind in ("step", "heartbeat", "notice", "transfer", "heartbeat")] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
+    log.write_text("resolved 90 packages\n")
+    assert deadman.moved(read) and not deadman.moved(read)
+    log.write_text("begun anew\n")
+    assert deadman.moved(read), "the next job of this name has a log of its own"
+
+
+def test_a_real_events_file_is_read_as_it_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The words that the dead-man looks for are the contract's own."""
+    monkeypatch.setattr(deadman, "HOME", str(tmp_path))
+    log, read = EventLog(tmp_path / "events.jsonl"), dict[str, int]()
+    log.emit(Step(phase="sft", step=1, max_steps=2, loss=1.0, seconds=1.0))
+    assert deadman.moved(read)
+    log.emit(Heartbeat(phase="sft", step=2, in_step_s=900.0))
+    log.emit(Notice(what="upload", reason="tried again"))
+    assert not deadman.moved(read)
 
 
 def test_a_box_just_booted_is_given_its_time_although_the_file_is_old(
@@ -92,30 +144,18 @@ def test_a_held_job_lock_is_a_running_job(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "gone"),
-    [
-        (200, {"success": True}, False),
-        (404, {"error": "no_such_instance"}, True),
-        (200, {"success": False, "error": "x"}, False),
-        (404, {"error": "auth_error", "msg": "Invalid user key"}, False),
-        (429, "API requests too frequent", False),
-        (500, "<html>", False),
-        (200, ["success"], False),
-    ],
+    "answer", [GONE, (200, {"success": True}), (429, "API requests too frequent"), (500, "<html>"), (200, ["success"])]
 )
-def test_only_the_markets_own_word_counts_as_destroyed(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    market: Callable[..., Market],
-    status: int,
-    body: object,
-    gone: bool,
+def test_whatever_the_market_answers_a_box_that_lives_to_read_it_asks_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, market: Callable[..., Market], answer: tuple[int, object]
 ) -> None:
-    served = market((status, body))
+    served = market(answer)
     monkeypatch.setattr(deadman, "HOME", str(tmp_path))
+    monkeypatch.setattr(deadman, "time", Clock(jump_s=0, turns=3))
     (tmp_path / "instance.env").write_text(f"CONTAINER_ID=77\nCONTAINER_API_KEY=k3y\nVAST_URL={served.url}\n")
-    assert deadman.destroy("test") is gone
-    assert served.requests == [("/api/v0/instances/77/", "Bearer k3y")]
+    with pytest.raises(SystemExit):
+        deadman.main(["1", "2700", "30"])
+    assert served.requests == [("/api/v0/instances/77/", "Bearer k3y")] * 3
 
 
 class Clock:
@@ -159,19 +199,32 @@ def test_the_dead_man_outlives_a_missing_key_file(
     assert capsys.readouterr().out.count("FileNotFoundError") == 3
 
 
-def boot(home: Path, url: str, script: str) -> subprocess.CompletedProcess[str]:
-    """Run onstart as the market would, with the container's environment."""
-    home.mkdir(exist_ok=True)
-    environ = {
-        "HOME": str(home),
-        "PATH": "/usr/local/bin:/usr/bin:/bin",
-        "CONTAINER_ID": "42",
-        "CONTAINER_API_KEY": "instance-key",
-        "VAST_URL": url,
-    }
-    return subprocess.run(
-        ["bash", "-c", script], env=environ, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL
-    )
+Boot = Callable[[str, str], Path]
+
+
+@pytest.fixture
+def boot(tmp_path: Path) -> Iterator[Boot]:
+    """Run onstart as the market would, with the container's environment; the home that it fills. Whom it started is ended at last."""
+    home = tmp_path / "home"
+
+    def run(url: str, script: str) -> Path:
+        home.mkdir(exist_ok=True)
+        environ = {
+            "HOME": str(home),
+            "PATH": "/usr/local/bin:/usr/bin:/bin",
+            "CONTAINER_ID": "42",
+            "CONTAINER_API_KEY": "instance-key",
+            "VAST_URL": url,
+        }
+        command = ["bash", "-c", script]
+        subprocess.run(command, env=environ, capture_output=True, timeout=20, stdin=subprocess.DEVNULL, check=True)
+        return home
+
+    yield run
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("HOME") == str(home):
+                process.kill()
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 10) -> bool:
@@ -184,40 +237,66 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10) -> bool:
 
 
 def test_onstart_arms_a_dead_man_that_destroys_after_the_hard_end_and_tries_again(
-    tmp_path: Path, market: Callable[..., Market]
+    boot: Boot, market: Callable[..., Market]
 ) -> None:
     stays = (200, {"success": True})  # and the box is still there to ask again
     served = market((500, "oops"), (429, "slow down"), stays, GONE)
-    boot(tmp_path / "home", served.url, onstart(hard_end=int(time.time()) - 1, poll_s=0.1))
-    assert wait_for(lambda: len(served.requests) == 4)
-    time.sleep(0.5)
-    assert served.requests == [("/api/v0/instances/42/", "Bearer instance-key")] * 4
-    kept = tmp_path / "home/livery/instance.env"
+    home = boot(served.url, onstart(hard_end=int(time.time()) - 1, poll_s=0.1))
+    assert wait_for(lambda: len(served.requests) >= 5)
+    assert set(served.requests) == {("/api/v0/instances/42/", "Bearer instance-key")}
+    kept = home / "livery/instance.env"
     assert stat.S_IMODE(kept.stat().st_mode) == 0o600
-    assert (tmp_path / "home/.no_auto_tmux").exists()
-    assert "instance-key" not in (tmp_path / "home/livery/deadman.log").read_text()
+    assert (home / ".no_auto_tmux").exists()
+    assert "instance-key" not in (home / "livery/deadman.log").read_text()
 
 
-def test_a_silent_box_is_destroyed_and_a_touched_one_is_not(tmp_path: Path, market: Callable[..., Market]) -> None:
+def test_a_silent_box_is_destroyed_and_a_touched_one_is_not(boot: Boot, market: Callable[..., Market]) -> None:
     served = market(GONE)
-    boot(tmp_path / "home", served.url, onstart(hard_end=int(time.time()) + 999, silent_s=1.5, poll_s=0.1))
-    alive = tmp_path / "home/livery/alive"
+    alive = boot(served.url, onstart(hard_end=int(time.time()) + 999, silent_s=1.5, poll_s=0.1)) / "livery/alive"
     for _ in range(10):
         alive.touch()
         time.sleep(0.3)
     assert served.requests == []
-    assert wait_for(lambda: len(served.requests) == 1)
-
-
-def test_a_second_boot_does_not_start_a_second_dead_man(tmp_path: Path, market: Callable[..., Market]) -> None:
-    served = market(GONE)
-    script = onstart(hard_end=int(time.time()) + 3, poll_s=0.1)
-    boot(tmp_path / "home", served.url, script)
-    time.sleep(0.5)
-    boot(tmp_path / "home", served.url, script)
     assert wait_for(lambda: len(served.requests) >= 1)
-    time.sleep(1)
-    assert len(served.requests) == 1
+
+
+def test_a_box_whose_job_hangs_with_its_heart_beating_is_destroyed_and_one_whose_job_gets_on_is_not(
+    tmp_path: Path, boot: Boot, market: Callable[..., Market]
+) -> None:
+    served = market(GONE)
+    home = tmp_path / "home/livery"
+    (home / "jobs/runner").mkdir(parents=True)
+    log = EventLog(home / "events.jsonl")
+    with (home / "jobs/runner/lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        script = onstart(hard_end=int(time.time()) + 999, silent_s=0.4, stalled_s=1.2, poll_s=0.1)
+        boot(served.url, script)
+        for step in range(7):
+            log.emit(Step(phase="sft", step=step, max_steps=9, loss=1.0, seconds=0.3))
+            time.sleep(0.3)
+        assert served.requests == []
+        beat = threading.Event()
+
+        def heart() -> None:
+            while not beat.wait(0.1):
+                log.emit(Heartbeat(phase="sft", step=8, in_step_s=1.0))
+
+        threading.Thread(target=heart, daemon=True).start()
+        assert wait_for(lambda: len(served.requests) >= 1)
+        beat.set()
+    assert "got nowhere" in (home / "deadman.log").read_text()
+
+
+def test_after_a_second_boot_the_first_dead_man_goes_on_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, market: Callable[..., Market]
+) -> None:
+    served = market(GONE)
+    monkeypatch.setattr(deadman, "HOME", str(tmp_path))
+    (tmp_path / "instance.env").write_text(f"CONTAINER_ID=77\nCONTAINER_API_KEY=k3y\nVAST_URL={served.url}\n")
+    with (tmp_path / "deadman.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert deadman.main(["1", "60"]) == 0
+    assert served.requests == []
 
 
 def test_onstart_fits_the_markets_limit_and_holds_no_secret() -> None:
