@@ -80,8 +80,8 @@ def test_a_box_that_never_boots_an_old_driver_and_a_slow_uplink_are_each_given_b
 def test_after_a_failed_import_probe_and_a_box_lost_in_mid_phase_the_third_goes_on_from_the_manifest(
     journey: Make,
 ) -> None:
-    here = journey("box.import_broken=pydantic_core@machine:36001", "box.lost_at=sft:12@machine:36002")
-    ended = here.fly(here.recipe("step_seconds: 0.05", "step_seconds: 0.4"))
+    here = journey("box.import_broken=pydantic_core@machine:36001", "box.lost_at=sft:18@machine:36002")
+    ended = here.fly(here.recipe("step_seconds: 0.05", "step_seconds: 0.8"))
     completed(here, ended, boxes=3)
     assert "pydantic_core" in wasted(here, ended)[1].reason
     assert wasted(here, ended)[2].what in {"phase sft", "upload cpt"}
