@@ -104,7 +104,7 @@ def _backward(recipe: Recipe, phase: Phase, shape: ModelShape) -> dict[str, floa
     width_b = shape.bytes_per_weight(recipe.model.dtype)
     # On a card each layer keeps its input and is recomputed; on the CPU every layer keeps its work.
     at_work = 1 if recipe.box.device == "cuda" else shape.layers
-    kept = shape.layers * shape.hidden + at_work * _WORK * _widths(shape)
+    kept = shape.layers * shape.hidden + at_work * _WORK * layer_widths(shape)
     tile = min(tokens, _TILE_TOKENS) * min(shape.vocabulary, _TILE_VOCABULARY)
     return {"activations": tokens * kept * width_b / _GB, "logits": 2 * 4 * tile / _GB}
 
@@ -115,14 +115,14 @@ def _generation(recipe: Recipe, phase: GrpoPhase, shape: ModelShape) -> dict[str
     width_b = shape.bytes_per_weight(recipe.model.dtype)
     keys_values = shape.attention_layers * 2 * shape.kv_heads * shape.head_dim * width_b
     states = shape.linear_layers * shape.value_heads * shape.key_head_dim * shape.value_head_dim * 4
-    prompts = rows * phase.max_length * (shape.hidden + _FORWARD_WORK * _widths(shape)) * width_b
+    prompts = rows * phase.max_length * (shape.hidden + _FORWARD_WORK * layer_widths(shape)) * width_b
     return {
         "generation caches": rows * ((phase.max_length + phase.max_completion_length) * keys_values + states) / _GB,
         "prompts": prompts / _GB,
     }
 
 
-def _widths(shape: ModelShape) -> int:
+def layer_widths(shape: ModelShape) -> int:
     """Numbers a token that the products of one layer take and make: its routed experts, the shared one, the wider mixer."""
     routed = shape.experts_per_token * (2 * shape.hidden + 3 * shape.intermediate)
     shared = 3 * shape.shared_intermediate + shape.hidden if shape.shared_intermediate else 0

@@ -98,10 +98,10 @@ class ModelShape:
 
     def _attention(self) -> int:
         # The norms of query and key, besides the four projections.
-        return sum(x * y for x, y in self._linears("attention").values()) + 2 * self.head_dim
+        return sum(x * y for x, y in self.linears("attention").values()) + 2 * self.head_dim
 
     def _linear_attention(self) -> int:
-        projections = sum(x * y for x, y in self._linears("linear_attention").values())
+        projections = sum(x * y for x, y in self.linears("linear_attention").values())
         convolved = (2 * self.key_width + self.value_width) * self.convolution
         return projections + convolved + 2 * self.value_heads + self.value_head_dim
 
@@ -115,11 +115,11 @@ class ModelShape:
         if group not in family.linears:
             return
         layers = {None: self.layers, "full_attention": self.attention_layers, "linear_attention": self.linear_layers}
-        linears = self._linears(group)
+        linears = self.linears(group)
         for leaf in family.leaves(group, gate_projections=adapters.gate_projections):
             yield layers[family.linears[group].layer_type] * sum(linears[leaf])
 
-    def _linears(self, group: str) -> dict[str, tuple[int, int]]:
+    def linears(self, group: str) -> dict[str, tuple[int, int]]:
         """(in, out) of each linear layer of a group, by its leaf name."""
         H, queries, keys = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
         if group == "attention":
