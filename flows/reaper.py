@@ -21,7 +21,7 @@ from prefect.client.schemas.objects import State
 from prefect.states import Completed
 
 from tasks.log import guard_secrets
-from tasks.reap import Sweep, sweep_now
+from tasks.reap import Sweep, sweep_now, swept_within
 from tasks.settings import settings
 
 log = logging.getLogger(__name__)
@@ -38,11 +38,12 @@ def reaper(dry_run: bool = False, only_run: str | None = None) -> State[Any]:
         dry_run: judge and report, destroy nothing
         only_run: only boxes of this flow run; left out: all boxes
     """
-    late_s = _late_s()
-    if late_s > 2 * PERIOD_S:
-        # After a pause of the server all missed runs start in the same second; one of them is enough.
-        return Completed(name="Skipped", message=f"{late_s:.0f} s late; a later run does the work")
     current = settings()
+    late_s = _late_s()
+    if late_s > 2 * PERIOD_S and swept_within(current, late_s):
+        # After a pause of the server all missed runs start in the same second. Being late alone is no reason: a clock that is wrong, or a
+        # queue that is always behind, would make every run late.
+        return Completed(name="Skipped", message=f"{late_s:.0f} s late, and a sweep since then saw everything")
     guard_secrets(current)
     result = sweep_now(current, dry_run=dry_run, only_run=only_run)
     _show(result)

@@ -202,15 +202,18 @@ def tell_prefect(
     try:
         answer = httpx.post(f"{url.rstrip('/')}/events", json=[body], headers=headers, auth=auth, timeout=_TELL_S)
         answer.raise_for_status()
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        log.warning("Prefect was not told of %s: %s: %s", event, type(error).__name__, redact(str(error)))
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        # A header that cannot be sent is quoted in the complaint, with the key in it.
+        unsent = isinstance(error, (httpx.LocalProtocolError, ValueError))
+        said = "PREFECT_API_KEY or PREFECT_API_AUTH_STRING cannot be sent" if unsent else redact(str(error))
+        log.warning("Prefect was not told of %s: %s: %s", event, type(error).__name__, said)
         return False
     return True
 
 
 def _configured(name: str) -> str | None:
-    """As Prefect reads it: the environment, or else `.env`."""
-    return os.environ.get(name) or dotenv_values(".env").get(name) or None
+    """As Prefect reads it: the environment, or else `.env`; a line break at the end of a secret's file is not part of it."""
+    return (os.environ.get(name) or dotenv_values(".env").get(name) or "").strip() or None
 
 
 def _is_uuid(text: str) -> bool:

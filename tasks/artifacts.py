@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextvars
 import logging
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +17,6 @@ from prefect.artifacts import (
     create_table_artifact,
     update_progress_artifact,
 )
-from prefect.exceptions import PrefectException
 
 from tasks.domain import Plan, Receipt
 from tasks.phase import PHASES_CAPTION, Pace, RunView
@@ -43,7 +44,7 @@ class Progress:
         self._at = moment
         percent, sentence = self.state(view)
         log.info("progress %.0f %%: %s", percent, sentence)
-        _shown(lambda: self._show(percent, sentence))
+        shown(lambda: self._show(percent, sentence))
 
     def state(self, view: RunView) -> tuple[float, str]:
         steps = {
@@ -126,12 +127,12 @@ def _spread(mean: float | None, deviation: float | None) -> str:
 
 def show_plan(plan: Plan) -> None:
     """Two tables: the offers that fit, cheapest run first, and the funnel of the filters."""
-    _shown(
+    shown(
         lambda: create_table_artifact(
             table=offer_rows(plan), key="offers", description="  \n".join([f"Plan of run **{plan.run}**", *facts(plan)])
         )
     )
-    _shown(
+    shown(
         lambda: create_table_artifact(
             table=filter_rows(plan),
             key="filters",
@@ -141,11 +142,11 @@ def show_plan(plan: Plan) -> None:
 
 
 def show_phases(rows: list[dict[str, Any]]) -> None:
-    _shown(lambda: create_table_artifact(table=rows, key="phases", description=PHASES_CAPTION))
+    shown(lambda: create_table_artifact(table=rows, key="phases", description=PHASES_CAPTION))
 
 
 def show_receipt(receipt: Receipt) -> None:
-    _shown(
+    shown(
         lambda: create_markdown_artifact(
             markdown=markdown(receipt), key="receipt", description=f"Receipt of {receipt.run}"
         )
@@ -153,22 +154,50 @@ def show_receipt(receipt: Receipt) -> None:
 
 
 def show_audit(rows: list[dict[str, object]], headline: str) -> None:
-    _shown(lambda: create_table_artifact(table=rows, key="audit", description=headline))
+    shown(lambda: create_table_artifact(table=rows, key="audit", description=headline))
 
 
 def show_adapter(uri: str) -> None:
-    _shown(
+    shown(
         lambda: create_link_artifact(
             link=uri, link_text=uri, key="adapter", description="The trained adapter, as stock PEFT loads it"
         )
     )
 
 
-def _shown(show: Callable[[], object]) -> None:
-    """A page is a view: a server that does not answer must not end a run that trains."""
-    try:
-        show()
-    except (PrefectException, OSError, RuntimeError) as error:
-        log.warning("not shown on the run's page: %s", error)
-    except Exception as error:  # noqa: BLE001 - httpx's errors are not OSErrors; protects the run from its own view
-        log.warning("not shown on the run's page: %s: %s", type(error).__name__, error)
+class Page:
+    """The run's page. It is a view: a server that does not answer must not end a run that trains, nor hold it up while its box bills.
+
+    Prefect's client tries for a minute before it gives up, so each showing has `patience_s`; after one that failed nothing is shown for
+    `quiet_s`.
+    """
+
+    def __init__(
+        self, patience_s: float = 10.0, quiet_s: float = 120.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._patience_s, self._quiet_s, self._clock = patience_s, quiet_s, clock
+        self._quiet_until = float("-inf")
+
+    def show(self, what: Callable[[], object]) -> None:
+        if self._clock() < self._quiet_until:
+            return
+        problem: list[str] = []
+
+        def attempt() -> None:
+            try:
+                what()
+            except Exception as error:  # noqa: BLE001 - whatever it raises, httpx's errors among it: protects the run from its own view
+                problem.append(f"{type(error).__name__}: {error}")
+
+        # With the run's own context, by which Prefect knows whose page it is.
+        thread = threading.Thread(target=contextvars.copy_context().run, args=(attempt,), daemon=True)
+        thread.start()
+        thread.join(self._patience_s)
+        if thread.is_alive():
+            problem.append(f"no answer within {self._patience_s:.0f} s")
+        if problem:
+            self._quiet_until = self._clock() + self._quiet_s
+            log.warning("not shown on the run's page, and nothing is for %.0f s: %s", self._quiet_s, problem[0])
+
+
+shown = Page().show

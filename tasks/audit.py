@@ -104,7 +104,7 @@ def audit(market: Market, store: Store, *, days: float = DAYS, now: float | None
     flights = _flights(store, since)
     first = min([since, *(flight.started_at for flight in flights)])
     charges = market.charges(None, first - DAY_S, moment_now + 60)
-    return _Books(market, store, moment_now, flights, charges, market.list_all()).audit()
+    return _Books(market, store, moment_now, since, flights, charges, market.list_all()).audit()
 
 
 def _flights(store: Store, since: float) -> list[Flight]:
@@ -127,6 +127,8 @@ class _Books:
     market: Market
     store: Store
     now: float
+    since: float
+    """What ended before was audited before."""
     flights: list[Flight]
     charges: list[Charge]
     listing: Listing
@@ -190,7 +192,11 @@ class _Books:
     def _ownerless(self) -> list[Alarm]:
         """Boxes that were billed, carry our label or none, and stand in no intent. What the account's owner labelled otherwise is his."""
         owned = {box for flight in self.flights for each in self._intents(flight) for box in ids_of(each)}
-        labels = {charge.instance_id: charge.label for charge in self.charges if charge.instance_id not in owned}
+        labels = {
+            charge.instance_id: charge.label
+            for charge in self.charges
+            if charge.instance_id not in owned and (charge.until is None or charge.until >= self.since)
+        }
         found = []
         for box, text in labels.items():
             label = Label.parse(text)

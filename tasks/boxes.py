@@ -21,7 +21,7 @@ from tasks.remote.ssh import make_key, wait_for_login
 from tasks.rules.interruption import lost_by_row
 from tasks.rules.pricing import phase_s
 from tasks.run import Run
-from tasks.stores import private_env
+from tasks.upload import UplinkWatch
 from training.box.store import StoreError
 from training.contract import layout
 from training.contract.recipe import Assignment
@@ -105,11 +105,11 @@ def _send_first_things(run: Run, box: Box) -> None:
         bucket=run.settings.bucket,
         hard_end=run.hard_end,
         dph_usd=box.dph_usd,
+        inet_up_usd_gb=box.offer.inet_up_usd_gb,
     )
-    secrets = "".join(f"{name}={value}\n" for name, value in private_env(run.settings).items())
     run.login.put(box_zip(), layout.BOX_ZIP, timeout_s=_PUT_S)
     run.login.put(assignment.model_dump_json(indent=1).encode(), layout.BOX_ASSIGNMENT, timeout_s=_PUT_S)
-    run.login.put(secrets.encode(), layout.BOX_PRIVATE_ENV, mode=0o600, timeout_s=_PUT_S)
+    run.send_key(run.login, run.fresh_key())
     run.login.put(b"", layout.BOX_ALIVE, timeout_s=_PUT_S)
 
 
@@ -130,11 +130,15 @@ def check_links(run: Run) -> None:
 
 def start_prefetch(run: Run) -> None:
     prefetching.start(run.login, run.token)
+    run.prefetch = prefetching.Prefetch(
+        run.login, run.recipe, clock=run.clock, on_transfer=run.saw_bytes, on_silence=run.ask_market
+    )
 
 
 def install_training(run: Run) -> None:
     with run.flight.span("install"):
-        install.install_training(run.login, run.recipe, run.settings.state_dir, _ears(run))
+        ears = install.Ears(run.heard_installer, run.ask_market, meanwhile=run.downloading.look)
+        install.install_training(run.login, run.recipe, run.settings.state_dir, ears)
 
 
 def check_device(run: Run) -> None:
@@ -145,7 +149,7 @@ def check_device(run: Run) -> None:
 
 def prefetch(run: Run) -> None:
     with run.flight.span("prefetch"):
-        prefetching.watch(run.login, run.recipe, on_transfer=run.saw_bytes, on_silence=run.ask_market)
+        prefetching.wait(run.downloading)
 
 
 def start_runner(run: Run) -> None:
@@ -172,6 +176,7 @@ def start_runner(run: Run) -> None:
         pace=run.settings.market_pace,
         clock=run.clock,
     )
+    run.uplink = UplinkWatch(run.recipe.budget, run.clock, run.predicament, run.send_less, run.decided)
     log.info(
         "box %d: the runner has started; phases left: %s",
         run.box.instance_id,
@@ -188,7 +193,7 @@ def give_back(run: Run, error: BoxError) -> None:
     run.flight.attempt_failed(str(error).splitlines()[0], run.view.last_durable_at(), run.view.last_kept_at())
     machine_id = run.flight.flight.attempts[-1].machine_id
     run.close()
-    run.watcher = None
+    run.watcher = run.uplink = None
     result = destroy_run(run.market, run.flow_run_id, store=run.store, poll_s=run.settings.poll_s)
     if not result.clean:
         raise DestroyUnverified(

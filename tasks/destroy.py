@@ -7,6 +7,7 @@ a listing may be short or empty for a moment, and a DELETE may answer 200 and do
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import defaultdict
@@ -17,7 +18,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from tasks import alarms
-from tasks.domain import Destruction, Intent, Label, Listing
+from tasks.domain import Destruction, Instance, Intent, Label, Listing, UnparsedInstance
 from tasks.errors import LiveryError, MarketError
 from tasks.lease import end_lease, read_lease, write_lease
 from tasks.market import open_market
@@ -45,18 +46,20 @@ def destroy_run(
     sleep: Callable[[float], None] = time.sleep,
     store: Store | None = None,
     also: Collection[int] = (),
+    up_to_attempt: int | None = None,
     poll_s: float = 3.0,
 ) -> Destruction:
     """Destroy every box whose label names this flow run, and those of `also`, and prove it; tried again until the deadline.
 
-    Raises nothing of the market's: what could not be verified is in `unverified` and `reason`. With a store the intents of the run
+    With `up_to_attempt` boxes of later attempts are left alone: a flow run that is started again goes on counting. Raises nothing of the market's: what could not be verified is in `unverified` and `reason`. With a store the intents of the run
     are closed, or an alarm is written.
     """
     known = set(also)
     if store is not None:
         # A new box may stay out of the listing for minutes; the intent has its id.
         known |= _in_time(lambda: _open_ids(store, flow_run_id), set[int]())
-    hunt = _Hunt(market, lambda listing: _labelled(listing, flow_run_id), known, deadline_s, poll_s, clock, sleep)
+    last = math.inf if up_to_attempt is None else up_to_attempt
+    hunt = _Hunt(market, lambda listing: _labelled(listing, flow_run_id, last), known, deadline_s, poll_s, clock, sleep)
     result = hunt.run(flow_run_id)
     if store is not None:
         _write_down(store, result, whole_run=True, now=_wall(clock))
@@ -147,16 +150,26 @@ def hurry(
     sleep: Callable[[float], None] = time.sleep,
 ) -> Destruction:
     """As `destroy_in_a_hurry`, with a market and a bucket that are at hand."""
-    now = _wall(clock)
-    nothing: tuple[float | None, set[int]] = (None, set())
-    held_until, known = _in_time(lambda: (_hold_of(store, flow_run_id), _known_ids(store, flow_run_id)), nothing)
-    if held_until is not None and held_until > now:
+    began = _wall(clock)
+    nothing: tuple[float | None, list[Intent]] = (None, [])
+    held_until, intents = _in_time(lambda: (_hold_of(store, flow_run_id), read_intents(store, flow_run_id)), nothing)
+    if held_until is not None and held_until > began:
         return Destruction(flow_run_id=flow_run_id, kept_until=held_until)
-    result = destroy_run(market, flow_run_id, deadline_s=HURRY_S, clock=clock, sleep=sleep, also=known, poll_s=poll_s)
+    result = destroy_run(
+        market,
+        flow_run_id,
+        deadline_s=HURRY_S,
+        clock=clock,
+        sleep=sleep,
+        also={each for intent in intents for each in ids_of(intent)},
+        # Each box has its intent before it is made: one of a later attempt belongs to a flow run that was started again meanwhile.
+        up_to_attempt=max((intent.attempt for intent in intents), default=None),
+        poll_s=poll_s,
+    )
 
     def note() -> None:
         try:
-            end_lease(store, flow_run_id, _wall(clock))
+            end_lease(store, flow_run_id, _wall(clock), of_before=began)
         finally:
             _write_down(store, result, whole_run=True, now=_wall(clock))
 
@@ -255,14 +268,17 @@ class _Hunt:
         )
 
 
-def _labelled(listing: Listing, flow_run_id: str) -> set[int]:
-    """Ids of this run's boxes, rows that could not be read in full among them."""
-    ours = {box.id for box in listing.of_run(flow_run_id)}
-    for row in listing.unparsed:
-        label = Label.parse(row.label)
-        if row.id is not None and label and label.flow_run_id == flow_run_id:
-            ours.add(row.id)
-    return ours
+def _labelled(listing: Listing, flow_run_id: str, last: float) -> set[int]:
+    """Ids of this run's boxes up to its attempt `last`, rows that could not be read in full among them."""
+    rows: tuple[Instance | UnparsedInstance, ...] = (*listing.instances, *listing.unparsed)
+    return {
+        row.id
+        for row in rows
+        if row.id is not None
+        and (label := Label.parse(row.label))
+        and label.flow_run_id == flow_run_id
+        and label.attempt <= last
+    }
 
 
 def _ids(listing: Listing) -> set[int]:
@@ -320,9 +336,8 @@ def _close_intents(store: Store, result: Destruction, *, whole_run: bool, now: f
         if intent.attempt in strays:
             # Its process died before it heard of the box, or had given it up; the receipt needs the id.
             changes |= {"instance_id": ids[0], "also_ids": tuple(ids[1:])}
-        if intent.attempt in strays or (
-            intent.state not in {"refused", "destroyed"} and ids and set(ids) <= set(result.gone)
-        ):
+        news = intent.attempt in strays or intent.state not in {"refused", "destroyed"}
+        if news and ids and set(ids) <= set(result.gone):
             changes |= {"state": "destroyed", "closed_at": now}
         elif whole_run and not ids and intent.state == "written":
             unheard = "its create call has no answer, and no box of it was seen"

@@ -6,6 +6,7 @@ Times are epoch seconds UTC, money is US dollars, rates are Mbit/s, disks are GB
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Literal
 
 from pydantic import Field
@@ -35,8 +36,13 @@ class Label(Frozen):
     @staticmethod
     def parse(text: str | None) -> Label | None:
         """None for a label that is not ours: such a box is never touched."""
-        match = _LABEL.match(text or "")
-        return Label(flow_run_id=match[1], attempt=int(match[2]), hard_end=int(match[3])) if match else None
+        return _parsed(text) if text else None
+
+
+@lru_cache(4096)  # a sweep asks several times for each of a thousand
+def _parsed(text: str) -> Label | None:
+    match = _LABEL.match(text)
+    return Label(flow_run_id=match[1], attempt=int(match[2]), hard_end=int(match[3])) if match else None
 
 
 class Offer(Frozen):
@@ -302,6 +308,8 @@ class Attempt(Frozen):
     """Why an earlier box that had made something durable was lost: without that, this one's boot, install and prefetch would not have been paid."""
     repriced: tuple[tuple[float, float], ...] = ()
     """Prices that differ from `dph_usd`: since when, and $/h."""
+    decisions: tuple[str, ...] = ()
+    """What was decided about it for the sake of money, such as a slow uplink, with the costs of each way."""
 
 
 class Flight(Frozen):

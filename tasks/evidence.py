@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import zlib
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
@@ -54,6 +55,10 @@ class Evidence:
     quiet_s: Mapping[str, float] = field(default_factory=dict)
     """By run: how long ago its box last wrote to the bucket; only of runs whose lease tells of no progress."""
     labels: frozenset[str] = frozenset()
+    twins: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """Boxes by the label that they share: an offer can be accepted twice, and a live lease would speak for both."""
+    tried_at: Mapping[int, float] = field(default_factory=dict)
+    """Boxes that an earlier sweep asked to go and could not prove gone, and when."""
     closed: Mapping[str, float] = field(default_factory=dict)
     """Intents that need not be read again, and when each was last written."""
     problem: str = ""
@@ -68,7 +73,7 @@ class Evidence:
         """Whether its run has gone on to another box, so that this one may have been given up."""
         return (self.attempts or {}).get(label.flow_run_id, 0) > label.attempt
 
-    def facts(self, box: Instance, given_up: bool = False) -> Facts:
+    def facts(self, box: Instance, given_up: bool = False, twin_of: int | None = None) -> Facts:
         label = Label.parse(box.label)
         if label is None:
             return Facts(box, lost_label_of=lost_labels(box, self.unseen, self.labels))
@@ -78,6 +83,7 @@ class Evidence:
             seen,
             intended=None if self.attempts is None else label.flow_run_id in self.attempts,
             given_up=given_up,
+            twin_of=twin_of,
             since=self.sightings.get(box.id),
             bucket_quiet_s=self.quiet_s.get(seen.lease.run) if seen.lease else None,
         )
@@ -96,7 +102,7 @@ def gather(store: Store, boxes: Collection[Instance], now: float, limits: Limits
         listed = store.list("intents/")
     except StoreError as error:
         return Evidence(labels=labels, problem=str(error))
-    before, closed = _remembered(store)
+    before, closed, tried_at = _remembered(store)
     intents, closed = _open_intents(store, listed, labels, closed, bucket_now)
     ids = {box.id for box in boxes}
     leases = _leases(store, ours, bucket_now, now, limits)
@@ -112,17 +118,20 @@ def gather(store: Store, boxes: Collection[Instance], now: float, limits: Limits
         sightings={box.id: seen for box, _ in ours if (seen := sighted(before.get(box.id), box, now))},
         quiet_s=_quiet(store, leases.values(), bucket_now, now, limits),
         labels=labels,
+        twins=_twins(ours),
+        tried_at={box: at for box, at in tried_at.items() if box in ids},
         closed=closed,
     )
 
 
-def remember(store: Store, evidence: Evidence) -> None:
-    """Leave for the next sweep what this one saw. A sweep that cannot is no worse than the first one."""
+def remember(store: Store, evidence: Evidence, tried_at: Mapping[int, float]) -> None:
+    """Leave for the next sweep what this one saw and could not destroy. A sweep that cannot is no worse than the first one."""
     if evidence.problem:
         return
     memory = {
         "sightings": {str(box): asdict(seen) for box, seen in evidence.sightings.items()},
         "closed": dict(evidence.closed),
+        "tried_at": {str(box): at for box, at in {**evidence.tried_at, **tried_at}.items()},
     }
     try:
         store.put_bytes(layout.REAPER_MEMORY, json.dumps(memory).encode())
@@ -130,14 +139,22 @@ def remember(store: Store, evidence: Evidence) -> None:
         log.warning("what this sweep saw is not remembered: %s", error)
 
 
-def _remembered(store: Store) -> tuple[dict[int, Sighting], dict[str, float]]:
+def _remembered(store: Store) -> tuple[dict[int, Sighting], dict[str, float], dict[int, float]]:
     try:
         memory = json.loads(store.get_bytes(layout.REAPER_MEMORY) or b"{}")
         sightings = {int(box): Sighting(**seen) for box, seen in memory.get("sightings", {}).items()}
-        return sightings, {str(key): float(at) for key, at in memory.get("closed", {}).items()}
+        closed = {str(key): float(at) for key, at in memory.get("closed", {}).items()}
+        return sightings, closed, {int(box): float(at) for box, at in memory.get("tried_at", {}).items()}
     except (StoreError, ValueError, TypeError, AttributeError) as error:
         log.warning("what earlier sweeps saw cannot be read, so this one is the first: %s", error)
-        return {}, {}
+        return {}, {}, {}
+
+
+def _twins(ours: Iterable[tuple[Instance, Label]]) -> dict[str, frozenset[int]]:
+    carriers: dict[str, set[int]] = defaultdict(set)
+    for box, label in ours:
+        carriers[label.text].add(box.id)
+    return {label: frozenset(boxes) for label, boxes in carriers.items() if len(boxes) > 1}
 
 
 def _leases(
@@ -235,8 +252,8 @@ def _highest(listed: Iterable[ObjectInfo], labels: Iterable[Label]) -> dict[str,
     """Attempts of the runs with an intent, those included that only a box tells of."""
     highest: dict[str, int] = {}
     for item in listed:
-        _, flow_run_id, name = item.key.split("/", 2)
-        attempt = name.removesuffix(".json")
+        # A bucket's console marks a folder by an object, and a person may leave a note.
+        _, flow_run_id, attempt = (*item.key.removesuffix(".json").split("/", 2), "", "")[:3]
         if attempt.isdigit():
             highest[flow_run_id] = max(highest.get(flow_run_id, 0), int(attempt))
     for label in labels:

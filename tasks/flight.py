@@ -48,6 +48,10 @@ class FlightRecorder:
         """The market asks another price for the present box from now on."""
         self._last(repriced=(*self.flight.attempts[-1].repriced, (self._clock(), dph_usd)))
 
+    def decided(self, sentence: str) -> None:
+        """Something that costs money was decided about the present box."""
+        self._last(decisions=(*self.flight.attempts[-1].decisions, sentence))
+
     def know_boxes(self, intents: Iterable[Intent]) -> None:
         """Ids of boxes that failed before they ran are known by their intents only."""
         self._attempts(with_boxes_of(self.flight, intents).attempts)
@@ -125,6 +129,26 @@ def with_boxes_of(flight: Flight, intents: Iterable[Intent]) -> Flight:
         if intent is not None and intent.label == attempt.label:
             instance_id = attempt.instance_id if attempt.instance_id is not None else intent.instance_id
             attempt = attempt.model_copy(update={"instance_id": instance_id, "also_ids": intent.also_ids})
+        attempts.append(attempt)
+    return flight.model_copy(update={"attempts": tuple(attempts)})
+
+
+UNTIL_GONE = "until gone"
+# A box is asked to go, and two listings must not show it any more.
+_GOING_S = 60.0
+
+
+def with_time_until_gone(flight: Flight, intents: Iterable[Intent]) -> Flight:
+    """The flight with the time that a box was there, and billed, after its last step: held for debugging, or not proved gone at once."""
+    gone_at = {intent.attempt: intent.closed_at for intent in intents if intent.state == "destroyed"}
+    attempts = []
+    for attempt in flight.attempts:
+        left_at = attempt.spans[-1].ended_at if attempt.ended and attempt.spans else None
+        until = gone_at.get(attempt.attempt)
+        if left_at is not None and until is not None and until > left_at + _GOING_S:
+            why = f"its box was still there after: {attempt.ended}"
+            after = Span(step=UNTIL_GONE, started_at=left_at, ended_at=until, outcome="ok", reason=why)
+            attempt = attempt.model_copy(update={"spans": (*attempt.spans, after)})
         attempts.append(attempt)
     return flight.model_copy(update={"attempts": tuple(attempts)})
 

@@ -65,10 +65,12 @@ _UNRESOLVABLE = re.compile(
 
 @dataclass(frozen=True)
 class Ears:
-    """Who hears of a job while it is followed: its log, and how long the box has not answered (which may raise BoxLost)."""
+    """Who hears of a job while it is followed: its log, and how long the box has not answered. Each may raise, which leaves the box."""
 
     on_log: Callable[[bytes], None] = lambda log: None
     on_silence: Callable[[float], None] = lambda silent_s: None
+    meanwhile: Callable[[], object] = lambda: None
+    """What goes on beside the job and is looked after at each poll."""
 
 
 _NOBODY = Ears()
@@ -196,6 +198,7 @@ def follow(
             return state, output.decode(errors="replace")
         if now - heard > min(_UNREACHABLE_S, budget_s):
             raise BoxLost(f"{name}: the box has not answered for {now - heard:.0f} s")
+        ears.meanwhile()
         if now - began > budget_s:
             jobs.stop(name, 2)
             last = output.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]

@@ -63,9 +63,12 @@ def hold(store: Store, flow_run_id: str, run: str, *, now: float, until: float, 
     write_lease(store, held)
 
 
-def end_lease(store: Store, flow_run_id: str, now: float) -> None:
-    """Nobody answers for the run's boxes any more: the reaper need not wait for the lease to run out. A hold stands. StoreError."""
+def end_lease(store: Store, flow_run_id: str, now: float, *, of_before: float | None = None) -> None:
+    """Nobody answers for the run's boxes any more: the reaper need not wait for the lease to run out. A hold stands, and so does a lease
+    that was renewed after `of_before`: the flow run was started again, and lives. StoreError."""
     lease = read_lease(store, flow_run_id)
+    if lease is not None and of_before is not None and lease.renewed_at > of_before:
+        return
     if lease is not None and lease.hold_until is None and lease.expires_at > now:
         write_lease(store, lease.model_copy(update={"expires_at": now}))
 
@@ -93,6 +96,7 @@ class LeaseThread:
         self._on_renew, self._progress_at, self._clock = on_renew, progress_at, clock
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="lease", daemon=True)
+        self._telling: threading.Thread | None = None
 
     def start(self) -> None:
         """Write the first lease, then renew in the background. StoreError if not even the first can be written: then nothing may be rented."""
@@ -115,18 +119,30 @@ class LeaseThread:
         )
 
     def stop(self) -> None:
-        """No renewal begins after this returns. A renewal stuck in a dead network is left behind: it is a daemon."""
+        """No renewal begins after this returns. What is stuck in a dead network is left behind: these are daemons."""
         self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(timeout=5)
+        for thread in (self._thread, self._telling):
+            if thread is not None and thread.is_alive():
+                thread.join(timeout=5)
 
     def _loop(self) -> None:
         while not self._stop.wait(self._renew_s):
             try:
                 self.renew()
-            except StoreError as error:
-                log.warning("lease not renewed, tried again in %.0f s: %s", self._renew_s, error)
-            try:
-                self._on_renew()
-            except Exception as error:  # noqa: BLE001 - protects the lease from whatever reaching the box may raise
-                log.warning("the box was not told that the run lives: %s: %s", type(error).__name__, error)
+            except Exception as error:  # noqa: BLE001 - protects a healthy box: it is reaped when the thread that renews its lease has died
+                log.warning(
+                    "lease not renewed, tried again in %.0f s: %s: %s", self._renew_s, type(error).__name__, error
+                )
+            self._tell()
+
+    def _tell(self) -> None:
+        """Beside the renewals: reaching a box that swallows connections, or its market, can take longer than the lease."""
+        if self._telling is None or not self._telling.is_alive():
+            self._telling = threading.Thread(target=self._told, name="lease-box", daemon=True)
+            self._telling.start()
+
+    def _told(self) -> None:
+        try:
+            self._on_renew()
+        except Exception as error:  # noqa: BLE001 - whatever reaching the box may raise, the next renewal tries again
+            log.warning("the box was not told that the run lives: %s: %s", type(error).__name__, error)

@@ -27,9 +27,11 @@ from tasks.rules.pricing import (
     cost_of,
     mbps_for,
     money,
+    uploads_of,
     work_left,
 )
 from tasks.rules.tiers import TIERS
+from tasks.s3_block import with_block
 from tasks.settings import Settings
 from tasks.stores import checked_store
 from training.box.store import Store
@@ -45,6 +47,7 @@ def plan_today(recipe: Recipe, settings: Settings) -> Plan:
 
     UserError for a mistake in recipe or settings, a refused key among them; other errors of the market as they are.
     """
+    settings = with_block(settings)
     guard_secrets(settings)
     recipe, location = near_bucket(recipe, settings.s3_region, settings.s3_endpoint_url)
     store, market = checked_store(settings), open_market(settings)
@@ -123,7 +126,7 @@ def choose(
             name: round(seconds / 3600, 4)
             for name, (seconds, _) in zip([n for n in recipe.phase_names if n not in done], work.phases, strict=True)
         },
-        notes=(*work.notes, *_over_time(recipe, best.hours)),
+        notes=(*work.notes, *_uploads(work, ranked), *_over_time(recipe, best.hours)),
         run_usd=ranked[0].run_usd if ranked else None,
         max_usd=recipe.budget.max_usd,
         offers=tuple(ranked),
@@ -131,6 +134,10 @@ def choose(
         found=len(offers),
         advice=sifted.advice,
     )
+
+
+def _uploads(work: Work, ranked: Sequence[RankedOffer]) -> list[str]:
+    return [f"uploads on the best offer: {uploads_of(work, ranked[0].offer).sentence}"] if ranked else []
 
 
 def mirrored_shape(recipe: Recipe, store: Store) -> ModelShape | None:

@@ -159,6 +159,8 @@ class RunView:
     """How long the present step has gone on, by the runner's last heartbeat."""
     gpu_util_percent: float | None = None
     gpu_power_w: float | None = None
+    trained_at: float | None = None
+    """By the box's clock: when training last got anywhere."""
 
     def absorb(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -175,6 +177,31 @@ class RunView:
         """Training up to then need not be done again: the newest durable checkpoint was saved then, and became durable later."""
         kept = [view.saved_at.get(view.durable.step) for view in self.phases.values() if view.durable is not None]
         return max((moment for moment in kept if moment is not None), default=None)
+
+    def uploading(self) -> Transfer | None:
+        """The upload that is under way: the one that spoke last, unless it has finished."""
+        spoken = [view.upload for view in self.phases.values() if view.upload is not None]
+        newest = max(spoken, key=lambda event: event.seq, default=None)
+        return None if newest is None or newest.finished else newest
+
+    def newest_uploads(self) -> list[Transfer]:
+        """The last word of each upload that was seen."""
+        return list({event.what: event for view in self.phases.values() for event in view.uploads}.values())
+
+    def awaits_upload(self) -> bool:
+        """Whether a phase was trained to its end here and its last manifest is not in the bucket."""
+        return any(view.end is not None and not view.durable_complete for view in self.phases.values())
+
+    def is_last_of_its_phase(self, upload: Transfer) -> bool:
+        phase, _, step = upload.what.removeprefix("upload ").partition("/")
+        view = self.phases.get(phase)
+        return view is not None and view.end is not None and step == str(view.end.step)
+
+    def unsaved_s(self) -> float:
+        """Seconds of training on this box that a new box would have to do again."""
+        begun = min((view.started_at for view in self.phases.values() if view.started_at is not None), default=None)
+        since = self.last_kept_at() or begun
+        return 0.0 if since is None or self.trained_at is None else max(0.0, self.trained_at - since)
 
     def step_s(self) -> float:
         """Seconds of the newest step of the slowest phase seen here; 0 before the first."""
@@ -203,6 +230,7 @@ class RunView:
                 where = f"resumed from {event.resumed_from}" if event.resumed_from else "from its beginning"
                 log.info("phase %s: %d steps, %s", event.phase, event.max_steps, where)
             case Step():
+                self.trained_at = event.t
                 self._step(event)
             case Guard():
                 groups = ", ".join(f"{name} {value:.3g}" for name, value in sorted(event.groups.items()))

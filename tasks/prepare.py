@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from tasks.clocks import wrong_clock
 from tasks.data import prepare_data
 from tasks.errors import AuthError, UserError
 from tasks.lease import read_lease
@@ -17,6 +18,7 @@ from tasks.recipes import find_recipe, load_recipe
 from tasks.rules.filters import require_consistent
 from tasks.rules.location import near_bucket
 from tasks.run import Run
+from tasks.s3_block import with_block
 from tasks.settings import Settings
 from tasks.stores import checked_store
 from training.box.store import Store, StoreError
@@ -41,16 +43,22 @@ def prepare_run(
             f"(LIVERY_MAX_AGE_HOURS={settings.max_age_hours:g}); raise that or lower this"
         )
     require_consistent(wanted)
+    settings = with_block(settings)
+    guard_secrets(settings)
     wanted, location = near_bucket(wanted, settings.s3_region, settings.s3_endpoint_url)
     log.info("%s", location)
     store = checked_store(settings)
+    if wrong := wrong_clock(store, time.time()):
+        raise UserError(f"{wrong}: the reaper would take this run's boxes for dead ones; set the clock")
     market = open_market(settings)
     try:
         account_id = market.account_id()
         resolved, digests = prepare_data(wanted, store, find_recipe(recipe).parent)
         _refuse_second(resolved.name, flow_run_id, market, store)
         log.info("run '%s' in bucket %s, market account %s", resolved.name, settings.bucket, account_id)
-        return Run(resolved, digests, flow_run_id, market, store, settings)
+        run = Run(resolved, digests, flow_run_id, market, store, settings)
+        run.fresh_key()
+        return run
     except AuthError as error:
         raise refused_key(error) from None
     except StoreError as error:

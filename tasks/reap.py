@@ -16,19 +16,19 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from pydantic import ValidationError
-
-from tasks.destroy import destroy_all, destroy_boxes
-from tasks.domain import Instance, Intent, Label, Listing
-from tasks.errors import LiveryError, MarketError, UserError
+from tasks.clocks import wrong_clock
+from tasks.destroy import destroy_all, destroy_boxes, ids_of
+from tasks.domain import Instance, Intent
+from tasks.errors import LiveryError, MarketError, ShapeError, UserError
 from tasks.evidence import Evidence, gather, remember
 from tasks.guard import settle_if_possible
+from tasks.judge import all_judged, boxes_of, capped, judged, see
 from tasks.lease import look_for_lease
 from tasks.log import guard_secrets
 from tasks.market import open_market
 from tasks.market.protocol import Market
 from tasks.reap_alarms import alarm_blind, report
-from tasks.rules.reaping import Limits, over_cap, rate_usd_h, verdict, within_ceiling
+from tasks.rules.reaping import Limits, within_ceiling
 from tasks.settings import Settings, protections, read_settings
 from tasks.stores import open_store
 from tasks.sweep import CannotSee, ReapRow, Sweep, text_table
@@ -44,6 +44,7 @@ __all__ = [
     "seconds_since_success",
     "sweep",
     "sweep_now",
+    "swept_within",
     "text_table",
 ]
 log = logging.getLogger(__name__)
@@ -56,8 +57,6 @@ ASK_S, DESTROY_S, RECEIPTS_S = 75.0, 150.0, 200.0
 BOOKS_A_SWEEP, BOOKS_S = 3, 30.0
 # As long as a sweep may live.
 CLAIM_S = 240.0
-# Leases are minutes long and written by another machine's clock.
-MAX_SKEW_S = 120.0
 # A bucket that hangs must not use up the time of the boxes whose hard end has passed.
 STALL_S = 5.0
 LAST_SUCCESS = layout.REAPER_LAST_SUCCESS
@@ -94,19 +93,19 @@ def sweep(
     only_run = _scope(only_run)
     limits = limits_of(settings)
     try:
-        listing = _see(market)
+        listing = see(market)
     except CannotSee as error:
         alarm_blind(store, error, clock(), dry_run)
         raise
-    boxes = _boxes(listing)
+    boxes = boxes_of(listing)
     evidence = gather(store, boxes, clock(), limits)
-    rows = [_judged(box, store, evidence, clock(), limits) for box in boxes] + _out_of_sight(listing, evidence)
+    rows = all_judged(listing, store, evidence, clock(), limits)
     if only_run is None:
-        rows = _capped(rows, boxes, clock(), limits)
+        rows = capped(rows, boxes, clock(), limits)
     else:
-        rows = [row for row in rows if row.flow_run_id == only_run]
+        rows = [row for row in rows if row.flow_run_id == only_run or (row.action == "unknown" and not row.label)]
     reaping = _Reaping(market, store, evidence, limits, clock, sleep, settle)
-    going, waiting = _chosen(rows, settings.max_reap)
+    going, waiting = _chosen(rows, evidence, settings.max_reap)
     outcomes = {row.instance_id: replace(row, outcome="next sweep") for row in waiting}
     if dry_run:
         outcomes |= {row.instance_id: replace(row, outcome="would be destroyed") for row in going}
@@ -115,13 +114,19 @@ def sweep(
     result = Sweep(
         tuple(outcomes.get(row.instance_id, row) for row in rows), dry_run, evidence.promised_usd_h, evidence.problem
     )
-    if result.blind and not dry_run:
+    return result if dry_run else _concluded(reaping, result, listing.account_id, only_run, settings)
+
+
+def _concluded(reaping: _Reaping, result: Sweep, account_id: str, only_run: str | None, settings: Settings) -> Sweep:
+    """What the next sweep and people must know of this one, and the books of boxes that went without a word."""
+    store, now = reaping.store, reaping.clock()
+    if result.blind:
         # One alarm, and no more questions to a bucket that answers none: each takes its time-outs.
-        alarm_blind(store, result.blind, clock(), dry_run)
-    elif not dry_run:
-        remember(store, evidence)
-        reaping.close_books(listing.account_id, only_run)
-        report(market, store, result, settings, only_run, clock())
+        alarm_blind(store, result.blind, now, dry_run=False)
+        return result
+    remember(store, reaping.evidence, {row.instance_id or 0: now for row in result.unverified})
+    result = replace(result, rows=(*result.rows, *reaping.close_books(account_id, only_run)))
+    report(reaping.market, store, result, settings, only_run, reaping.clock())
     return result
 
 
@@ -146,6 +151,16 @@ def seconds_since_success(store: Store, now: float) -> float | None:
         raise StoreError(f"{LAST_SUCCESS} does not say when") from None
 
 
+def swept_within(settings: Settings, seconds: float) -> bool:
+    """Whether a sweep has seen everything in these last seconds; False if that is not known."""
+    try:
+        ago_s = seconds_since_success(open_store(settings, stall_s=STALL_S), time.time())
+    except StoreError as error:
+        log.warning("when a sweep last saw everything is not known: %s", error)
+        return False
+    return ago_s is not None and ago_s < seconds
+
+
 def _scope(only_run: str | None) -> str | None:
     """A blank that was meant to name one run must neither sweep everything nor, seeing nothing, report that all is well."""
     if only_run is None:
@@ -159,102 +174,17 @@ def _scope(only_run: str | None) -> str | None:
 
 
 def _require_true_clock(store: Store, now: float) -> None:
-    try:
-        skew_s = now - store.server_time()
-    except StoreError as error:
-        log.warning("this machine's clock cannot be held against the bucket's: %s", error)
-        return
-    if abs(skew_s) > MAX_SKEW_S:
-        way = "ahead of" if skew_s > 0 else "behind"
-        raise CannotSee(
-            f"this machine's clock is {abs(skew_s):.0f} s {way} the bucket's, at most {MAX_SKEW_S:.0f}: by it leases that live would have "
-            "run out, so nothing was destroyed; set the clock"
-        )
+    if wrong := wrong_clock(store, now):
+        raise CannotSee(f"{wrong}: by it leases that live would have run out, so nothing was destroyed; set the clock")
 
 
-def _see(market: Market) -> Listing:
-    try:
-        listing = market.list_all()
-    except MarketError as error:
-        raise CannotSee(f"the boxes of the account cannot be listed, nothing was destroyed: {error}") from error
-    if not listing.complete:
-        raise CannotSee(f"the list of boxes is incomplete, nothing was destroyed: {listing.problem}")
-    return listing
+def _chosen(rows: Sequence[ReapRow], evidence: Evidence, max_reap: int) -> tuple[list[ReapRow], Sequence[ReapRow]]:
+    """The ceiling holds back all but those over the cap: that one is about dollars, whoever made the mistake.
 
-
-def _boxes(listing: Listing) -> list[Instance]:
-    """All boxes with an id; of a row that cannot be read in full its id and label still tell whose it is and when it must end."""
-    known = [Instance(id=row.id, label=row.label) for row in listing.unparsed if row.id is not None]
-    return [*listing.instances, *known]
-
-
-def _judged(box: Instance, store: Store, evidence: Evidence, now: float, limits: Limits) -> ReapRow:
-    label = Label.parse(box.label)
-    # Only a run that has gone on to another box has given this one up; until then one request a box is saved.
-    given_up = label is not None and evidence.later_attempt(label) and _given_up(store, label)
-    found = verdict(evidence.facts(box, given_up), now, limits)
-    return ReapRow(box.id, box.label, box.actual_status, rate_usd_h(box), found.action, found.reason)
-
-
-def _given_up(store: Store, label: Label) -> bool:
-    """Whether the run has closed the intent of this very box. A lost create reply may hide a box for longer than the run looked for it:
-    the run lives on with its next box, its lease speaks for that one, and this one would bill to the run's end."""
-    try:
-        data = store.get_bytes(layout.intent(label.flow_run_id, label.attempt))
-        intent = Intent.model_validate_json(data) if data is not None else None
-    except (StoreError, ValidationError) as error:
-        log.warning("attempt %d of flow run %s: its intent cannot be read: %s", label.attempt, label.flow_run_id, error)
-        return False
-    return intent is not None and intent.label == label.text and intent.state in {"refused", "unresolved", "destroyed"}
-
-
-def _out_of_sight(listing: Listing, evidence: Evidence) -> list[ReapRow]:
-    """What bills, or may bill, and cannot be judged: rows without an id, and boxes that were rented with another account's key."""
-    nameless = [
-        ReapRow(None, row.label, None, None, "unknown", f"cannot be read: {row.problem}")
-        for row in listing.unparsed
-        if row.id is None
-    ]
-    elsewhere = [
-        ReapRow(
-            intent.instance_id,
-            intent.label,
-            None,
-            intent.dph_usd,
-            "unknown",
-            f"was rented by account {intent.account_id}; this key is of account {listing.account_id} and cannot see it",
-        )
-        for intent in evidence.unlisted
-        if intent.account_id != listing.account_id
-    ]
-    return nameless + elsewhere
-
-
-def _capped(rows: Sequence[ReapRow], boxes: Sequence[Instance], now: float, limits: Limits) -> list[ReapRow]:
-    """The newest of our boxes are condemned until what is known to bill is under the account's cap. What may exist unseen counts in the alarm
-    only: to end a box that works for one that may not exist would be to destroy on a guess."""
-    free = {
-        row.instance_id
-        for row in rows
-        if row.action == "keep" and row.flow_run_id and limits.protected.get(row.instance_id or 0, 0.0) <= now
-    }
-    listed = {box.id for box in boxes}
-    staying = [row for row in rows if row.action != "destroy" and row.instance_id in listed]
-    others_usd_h = sum(row.dph_usd or 0.0 for row in staying if row.instance_id not in free)
-    gone = {box.id for box in over_cap([box for box in boxes if box.id in free], others_usd_h, limits.max_dph_usd)}
-    total = sum(row.dph_usd or 0.0 for row in staying)
-    reason = f"the account spends ${total:.3f}/h, at most ${limits.max_dph_usd:.2f} (LIVERY_MAX_DPH_USD): the newest boxes go first"
-    return [
-        replace(row, action="destroy", over_cap=True, reason=f"{reason}; otherwise {row.reason}")
-        if row.instance_id in gone
-        else row
-        for row in rows
-    ]
-
-
-def _chosen(rows: Sequence[ReapRow], max_reap: int) -> tuple[list[ReapRow], Sequence[ReapRow]]:
-    """The ceiling holds back all but those over the cap: that one is about dollars, whoever made the mistake."""
+    Boxes that an earlier sweep could not destroy come last, or they would keep all others from their turn.
+    """
     condemned = [row for row in rows if row.action == "destroy" and not row.over_cap]
+    condemned.sort(key=lambda row: evidence.tried_at.get(row.instance_id or 0, 0.0))
     going, waiting = within_ceiling(condemned, max_reap)
     if waiting:
         log.error("%d boxes are condemned, %d may go in one sweep (LIVERY_MAX_REAP)", len(condemned), max_reap)
@@ -308,8 +238,8 @@ class _Reaping:
         """The same judgement on a fresh look, just before the DELETE: a lease may have come alive, a label may have been another's."""
         assert row.instance_id is not None and row.flow_run_id is not None
         try:
-            box = self.market.show(row.instance_id)
-        except MarketError as error:
+            box = self._fresh(row.instance_id)
+        except (MarketError, CannotSee) as error:
             return replace(row, action="unknown", reason=f"{row.reason}; but a fresh look failed: {error}")
         if box is None:
             return row  # gone meanwhile, or hidden: destroying it again and proving it is right in both cases
@@ -318,7 +248,17 @@ class _Reaping:
         if row.over_cap:
             return row
         evidence = self.evidence if self.blind else self.evidence.with_fresh_lease(self.store, row.flow_run_id)
-        return _judged(box, self.store, evidence, self.clock(), self.limits)
+        return judged(box, self.store, evidence, self.clock(), self.limits)
+
+    def _fresh(self, instance_id: int) -> Instance | None:
+        """A row that cannot be read in full is listed with its id and label, which may be all that is needed; shown alone it is an error."""
+        try:
+            return self.market.show(instance_id)
+        except ShapeError:
+            listed = {box.id: box for box in boxes_of(see(self.market))}
+            if instance_id not in listed:
+                raise
+            return listed[instance_id]
 
     def _proved(self, asked: dict[int, ReapRow], left_s: float) -> dict[int | None, ReapRow]:
         if not asked:
@@ -346,20 +286,29 @@ class _Reaping:
                 continue
             self.settle(flow_run_id, "reaper")
 
-    def close_books(self, account_id: str, only_run: str | None) -> None:
-        """A box that its dead-man or the market ended after its flow had died left an open intent and no receipt."""
+    def close_books(self, account_id: str, only_run: str | None) -> list[ReapRow]:
+        """A box that its dead-man or the market ended after its flow had died left an open intent and no receipt. Returned are those that are
+        there all the same, though the listing does not show them."""
         ended = [
             intent
             for intent in self.evidence.unlisted
             if intent.account_id == account_id and only_run in (None, intent.flow_run_id) and self._alone(intent)
         ]
-        for intent in ended[:BOOKS_A_SWEEP]:
-            ids = {each for each in (intent.instance_id, *intent.also_ids) if each is not None}
-            given: dict[str, Any] = {"clock": self.clock, "sleep": self.sleep, "store": self.store}
-            if destroy_boxes(self.market, intent.flow_run_id, ids, deadline_s=BOOKS_S, **given).clean:
-                went = ", ".join(map(str, sorted(ids)))
-                log.warning("box %s of flow run %s went without a word; its books are closed", went, intent.flow_run_id)
-                self.settle(intent.flow_run_id, "reaper")
+        return [row for intent in ended[:BOOKS_A_SWEEP] for row in self._close(intent)]
+
+    def _close(self, intent: Intent) -> list[ReapRow]:
+        ids = set(ids_of(intent))
+        given: dict[str, Any] = {"clock": self.clock, "sleep": self.sleep, "store": self.store}
+        done = destroy_boxes(self.market, intent.flow_run_id, ids, deadline_s=BOOKS_S, **given)
+        if done.clean:
+            went = ", ".join(map(str, sorted(ids)))
+            log.warning("box %s of flow run %s went without a word; its books are closed", went, intent.flow_run_id)
+            self.settle(intent.flow_run_id, "reaper")
+            return []
+        reason = f"nobody answers for it, and no listing shows it; {done.reason}"
+        return [
+            ReapRow(box, intent.label, None, intent.dph_usd, "destroy", reason, "unverified") for box in done.unverified
+        ]
 
     def _alone(self, intent: Intent) -> bool:
         """Nobody answers for its run: a flow that lives hears of the loss by itself."""

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Sequence
 
 from tasks import alarms
-from tasks.domain import Alarm
+from tasks.domain import Alarm, Trouble
 from tasks.errors import MarketError
 from tasks.market.protocol import Market
 from tasks.settings import Settings
@@ -25,19 +25,19 @@ def report(market: Market, store: Store, result: Sweep, settings: Settings, only
     for alarm in found:
         alarms.sound(store, alarm)
     try:
-        for standing in alarms.standing(store):
-            if (
-                standing.what == "box_unknown"
-                and standing.subject not in subjects
-                and only_run in (None, standing.subject)
-            ):
-                alarms.clear(store, standing.subject)
-        if not result.unknown and not result.unverified:
+        standing = alarms.standing(store)
+        for alarm in standing:
+            over = alarm.what == "box_unknown" and alarm.subject not in subjects
+            if (over or alarm.what == "reaper_blind") and only_run in (None, alarm.subject):
+                alarms.clear(store, alarm.subject)
+        # A row that does not say whose it is may be any run's.
+        if all(row.label or row.action != "unknown" for row in result.rows):
             left = [row for row in result.rows if row.outcome != "destroyed"]
             runs = {row.flow_run_id for row in left if row.flow_run_id}
             alarms.settle(store, runs=runs, boxes={row.instance_id for row in left if row.instance_id}, only=only_run)
         if only_run is None:
-            _account_alarm(market, store, result, settings, now)
+            before = next((alarm.what for alarm in standing if alarm.subject == "account"), None)
+            _account_alarm(market, store, result, settings, before, now)
     except StoreError as error:
         log.warning("alarms cannot be looked through: %s", error)
     if only_run is None and not result.unknown and not result.unverified:
@@ -64,40 +64,55 @@ def _box_alarm(store: Store, subject: str, rows: Sequence[ReapRow], now: float) 
     return Alarm(what="box_unknown", subject=subject, instances=boxes, dph_usd=rate, reason=reason, do=do, at=now)
 
 
-def _account_alarm(market: Market, store: Store, result: Sweep, settings: Settings, now: float) -> None:
-    went = sum(row.dph_usd or 0.0 for row in result.rows if row.over_cap)
-    spends = result.dph_usd + sum(
-        row.dph_usd or 0.0 for row in result.rows if row.over_cap and row.outcome == "destroyed"
-    )
-    if spends + result.promised_usd_h > settings.max_dph_usd:
-        taken = [row for row in result.rows if row.over_cap]
-        reason = f"{result.sentence}, at most ${settings.max_dph_usd:.2f}/h (LIVERY_MAX_DPH_USD)"
-        reason += (
-            f"; boxes {ids_of(taken)} of ${went:.3f}/h had to go"
-            if taken
-            else "; nothing of ours that is known to bill had to go"
-        )
-        do = f"{alarms.CONSOLE}; end what is not needed, or raise LIVERY_MAX_DPH_USD"
-        ids = tuple(row.instance_id for row in taken if row.instance_id is not None)
-        alarms.sound(
-            store,
-            Alarm(what="cap_reached", subject="account", instances=ids, dph_usd=spends, reason=reason, do=do, at=now),
-        )
+def _account_alarm(
+    market: Market, store: Store, result: Sweep, settings: Settings, before: Trouble | None, now: float
+) -> None:
+    """The cap first, since money goes by the hour. `before` is the account's alarm that stands; what is not known leaves it standing."""
+    if over := _over_cap(result, settings.max_dph_usd, now):
+        alarms.sound(store, over)
         return
+    if before == "cap_reached":
+        # The more urgent of two alarms about one subject would hide the other.
+        alarms.clear(store, "account")
     try:
         credit = market.credit_usd()
     except MarketError as error:
         log.warning("the account's credit cannot be asked for now: %s", error)
         return
-    if credit is not None and credit < settings.min_credit_usd:
+    if credit is None:
+        return
+    if credit < settings.min_credit_usd:
         lasts = f", {credit / result.dph_usd:.1f} h at ${result.dph_usd:.3f}/h" if result.dph_usd > 0 else ""
         reason = f"${credit:.2f} of credit are left{lasts}, want ${settings.min_credit_usd:.2f} (LIVERY_MIN_CREDIT_USD)"
         do = "add credit: without it the market stops every box, and later deletes its disk"
         alarms.sound(
             store, Alarm(what="credit_low", subject="account", dph_usd=result.dph_usd, reason=reason, do=do, at=now)
         )
-        return
-    alarms.clear(store, "account")
+    elif before == "credit_low":
+        alarms.clear(store, "account")
+
+
+def _over_cap(result: Sweep, cap_usd_h: float, now: float) -> Alarm | None:
+    """The alarm of an account that spent too fast when this sweep began, or that may, by what could be behind create calls without an answer."""
+    taken = [row for row in result.rows if row.over_cap]
+    spends = result.dph_usd + sum(row.dph_usd or 0.0 for row in taken if row.outcome == "destroyed")
+    if spends + result.promised_usd_h <= cap_usd_h:
+        return None
+    went = sum(row.dph_usd or 0.0 for row in taken)
+    return Alarm(
+        what="cap_reached",
+        subject="account",
+        instances=tuple(row.instance_id for row in taken if row.instance_id is not None),
+        dph_usd=spends,
+        reason=f"{result.sentence}, at most ${cap_usd_h:.2f}/h (LIVERY_MAX_DPH_USD); "
+        + (
+            f"boxes {ids_of(taken)} of ${went:.3f}/h had to go"
+            if taken
+            else "nothing of ours that is known to bill had to go"
+        ),
+        do=f"{alarms.CONSOLE}; end what is not needed, or raise LIVERY_MAX_DPH_USD",
+        at=now,
+    )
 
 
 def alarm_blind(store: Store, why: CannotSee | str, now: float, dry_run: bool) -> None:

@@ -17,7 +17,14 @@ from typing import Literal
 from tasks.destroy import read_intents
 from tasks.domain import Attempt, Charge, Flight, Receipt, ReceiptLine, Span
 from tasks.errors import MarketError
-from tasks.flight import closed_for_the_dead, last_sign, read_flight, with_boxes_of
+from tasks.flight import (
+    UNTIL_GONE,
+    closed_for_the_dead,
+    last_sign,
+    read_flight,
+    with_boxes_of,
+    with_time_until_gone,
+)
 from tasks.lease import read_lease
 from tasks.market import open_market
 from tasks.market.protocol import Market
@@ -61,7 +68,8 @@ def write_receipt(
     flight = flight or read_flight(store, flow_run_id)
     if flight is None:
         return None
-    flight = with_boxes_of(flight, read_intents(store, flow_run_id))
+    intents = read_intents(store, flow_run_id)
+    flight = with_boxes_of(flight, intents)
     moment = time.time() if now is None else now
     if flight.outcome == "running" and _is_dead(store, flow_run_id, written_by, moment):
         outcome = f"ended by the {written_by}"
@@ -70,7 +78,7 @@ def write_receipt(
             # Its boxes were gone by then, so nothing went on since.
             outcome, moment = earlier.outcome, min(moment, earlier.written_at)
         flight = closed_for_the_dead(flight, store, outcome, moment).model_copy(update={"outcome": outcome})
-    receipt = _receipt(flight, market, written_by, moment)
+    receipt = _receipt(with_time_until_gone(flight, intents), market, written_by, moment)
     store.put_bytes(layout.receipt(flight.run, flow_run_id), receipt.model_dump_json(indent=1).encode())
     return receipt
 
@@ -85,6 +93,7 @@ def _is_dead(store: Store, flow_run_id: str, written_by: Writer, now: float) -> 
 
 def _receipt(flight: Flight, market: Market, written_by: Writer, now: float) -> Receipt:
     notes = ["the box is your own: $0, freed and not ours to destroy"] if market.owned else []
+    notes += [f"box {each.instance_id}: {sentence}" for each in flight.attempts for sentence in each.decisions]
     charges = _charges(flight, market, now, notes)
     left = _instances_left(flight, market, notes)
     lines = tuple(line for attempt in flight.attempts for line in _attempt_lines(attempt, charges, now))
@@ -256,6 +265,8 @@ def _split(attempt: Attempt, span: Span, seconds: float, usd: float | None) -> l
             reason=reason,
         )
 
+    if span.step == UNTIL_GONE:
+        return [line(seconds, True, span.reason)]
     if not attempt.wasted and attempt.after_loss and span.step.partition(" ")[0] not in _WORK_STEPS:
         # Paid once already, on the box that was lost.
         return [line(seconds, True, f"{_nth(attempt.attempt)} box after: {attempt.after_loss}")]
@@ -293,8 +304,7 @@ def table(receipt: Receipt) -> str:
     lines += [f"  {sentence}" for sentence in _by_step(receipt)]
     lines += [f"  wasted {dollars(usd)} by: {reason}" for reason, usd in waste_by_reason(receipt).items()]
     lines.append(f"  {'   '.join(_totals(receipt))}   boxes rented {receipt.boxes}")
-    if receipt.charges:
-        lines.append("  charged for " + ", ".join(f"{kind} {dollars(usd)}" for kind, usd in receipt.charges.items()))
+    lines += [f"  {sentence}" for sentence in _by_kind(receipt)]
     lines.append(f"  instances left: {'unknown' if receipt.instances_left is None else receipt.instances_left}")
     return "\n".join([*lines, *(f"  note: {note}" for note in receipt.notes)])
 
@@ -314,7 +324,11 @@ def markdown(receipt: Receipt) -> str:
         "| step | box | seconds | dollars | note |",
         "| --- | --- | ---: | ---: | --- |",
     ]
-    foot = [*_by_step(receipt), *(f"wasted {dollars(usd)} by: {why}" for why, usd in waste_by_reason(receipt).items())]
+    foot = [
+        *_by_step(receipt),
+        *_by_kind(receipt),
+        *(f"wasted {dollars(usd)} by: {why}" for why, usd in waste_by_reason(receipt).items()),
+    ]
     return "\n".join([*head, *rows, *(f"\n{line}" for line in foot), *(f"\n> {note}" for note in receipt.notes)])
 
 
@@ -342,6 +356,15 @@ def _by_step(receipt: Receipt) -> list[str]:
             f"{step}: planned {dollars(receipt.planned[step])}, paid {dollars(paid)}, of it wasted {dollars(wasted)}"
         )
     return said
+
+
+_KINDS = {"down": "bytes down", "up": "bytes up"}
+
+
+def _by_kind(receipt: Receipt) -> list[str]:
+    """What the market charged for, bandwidth by its direction."""
+    said = ", ".join(f"{_KINDS.get(kind, kind)} {dollars(usd)}" for kind, usd in receipt.charges.items())
+    return [f"charged for {said}"] if said else []
 
 
 def _totals(receipt: Receipt) -> tuple[str, str, str]:

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tasks.artifacts import Progress
+from tasks.box_keys import BoxKey, issue
 from tasks.destroy import read_intents
 from tasks.domain import Box, Endpoint, Flight, Plan, RankedOffer
-from tasks.errors import AttemptsExhausted, BudgetReached, MarketError, NoOffers
+from tasks.errors import AttemptsExhausted, BudgetReached, LiveryError, MarketError, NoOffers
 from tasks.flight import (
     FlightRecorder,
     closed_for_the_dead,
@@ -24,14 +25,19 @@ from tasks.market import open_market
 from tasks.market.protocol import Market
 from tasks.phase import Around, RunView, Watcher
 from tasks.plan_table import no_offers_sentence
+from tasks.prefetch import Prefetch
 from tasks.progress import newest_manifests, safe_sentence
 from tasks.receipt import DAY_S
 from tasks.remote.ssh import Remote, make_key
 from tasks.rules.interruption import money_over, time_over
-from tasks.rules.pricing import phase_s
+from tasks.rules.pricing import phase_s, work_left
 from tasks.rules.stalls import Headway
+from tasks.rules.uplink import Decision, Predicament, setup_of
 from tasks.settings import Settings
 from tasks.silence import MarketWord
+from tasks.stores import private_env
+from tasks.transfers import TransferTable
+from tasks.upload import UplinkWatch, tell_to_send_less
 from training.box.store import Store, StoreError
 from training.contract import layout
 from training.contract.events import Transfer
@@ -42,6 +48,7 @@ log = logging.getLogger(__name__)
 # The hard end in the label lies this much behind the planned end, so that a destroy in time never races the reaper.
 HARD_END_MARGIN_S = 900
 _ASK_CHARGES_S = 600.0
+_PUT_S = 120
 
 
 class Run:
@@ -65,10 +72,14 @@ class Run:
         self.plan: Plan | None = None
         self.recorder: FlightRecorder | None = None
         self.progress = Progress(recipe)
+        self.transfers = TransferTable(recipe.budget, clock=clock)
         self.box: Box | None = None
         self.remote: Remote | None = None
         self.watcher: Watcher | None = None
+        self.prefetch: Prefetch | None = None
+        self.uplink: UplinkWatch | None = None
         self._alive: tuple[int, Remote] | None = None
+        self.sent_lightly = self._phases_sent_lightly()
         self.exported = store.size(layout.exported(recipe.name)) is not None and not self.phases_left()
         self.attempts = 0
         self.uncounted = 0
@@ -82,6 +93,8 @@ class Run:
         self.preflight_left_s = 0.0
         """Of the present box's time for checks."""
         self.keep = False
+        self.box_key: BoxKey | None = None
+        self._key_on_box: BoxKey | None = None
         self.headway = Headway(clock())
         self.ask_market: Callable[[float], None] = lambda silent_s: None
         """Asks the market about the present box, which has not answered for so long; BoxLost if it is lost."""
@@ -119,6 +132,7 @@ class Run:
         """Ask the bucket again what is done. While it does not answer, what was known stands: the runner asks for itself."""
         try:
             self.manifests = newest_manifests(self.recipe, self.store, self.digests)
+            self.sent_lightly = self._phases_sent_lightly()
         except StoreError as error:
             log.warning("what is done cannot be asked for now: %s", error)
 
@@ -165,12 +179,20 @@ class Run:
         """What the present box's events have said; empty before its runner has started."""
         return self.watcher.view if self.watcher is not None else RunView()
 
-    def watch(self, done: Callable[[RunView], bool], judge: Callable[[RunView], None] = lambda view: None) -> None:
-        """Poll the runner until `done`, showing progress; `judge` may give up on the box at each poll."""
-        assert self.watcher is not None, "the runner has not been started"
+    @property
+    def downloading(self) -> Prefetch:
+        assert self.prefetch is not None, "start_prefetch comes first"
+        return self.prefetch
+
+    def watch(self, done: Callable[[RunView], bool]) -> None:
+        """Poll the runner until `done`, showing progress and transfers. TransferFailed if the uplink is so slow that another box is cheaper."""
+        assert self.watcher is not None and self.uplink is not None, "the runner has not been started"
+        judge = self.uplink
 
         def tick(view: RunView) -> None:
             self.progress(view)
+            if self.box is not None:
+                self.transfers.saw(self.box.instance_id, view.newest_uploads())
             judge(view)
 
         self.watcher.until(done, tick=tick)
@@ -189,7 +211,44 @@ class Run:
     def saw_bytes(self, event: Transfer) -> None:
         """More bytes are progress. BudgetReached if there is nothing left to pay them with."""
         self.headway.absorb([event], self.clock())
+        if self.box is not None:
+            self.transfers.saw(self.box.instance_id, [event])
         self._refuse_overspent()
+
+    def predicament(self, view: RunView, upload: Transfer, mbps: float) -> Predicament:
+        """All that decides what to do about an upload that will not end in time."""
+        assert self.box is not None, "an upload is watched on a box"
+        unsent = [
+            name
+            for name in self.phases_left()
+            if name not in view.done_before and not (name in view.phases and view.phases[name].durable_complete)
+        ]
+        last = view.is_last_of_its_phase(upload)
+        work, others = work_left(self.recipe, self.phases_done()), self._untried()
+        return Predicament(
+            what=upload.what,
+            total_bytes=upload.total_bytes,
+            left_bytes=upload.total_bytes - upload.done_bytes,
+            # In mid-phase training goes on from the optimizer's state as well.
+            light_bytes=upload.light_bytes if last else None,
+            later_checkpoints=len(unsent) - last,
+            mbps=mbps,
+            trains_s=self.rest_s(view),
+            unsaved_s=view.unsaved_s(),
+            dph_usd=price_now(self.flight.flight.attempts[-1]),
+            up_usd_gb=self.box.offer.inet_up_usd_gb,
+            left_usd=self.recipe.budget.max_usd - self.spent_usd(),
+            left_s=self.deadline - self.clock(),
+            new_box=setup_of(work, others[0].offer) if others and self._may_try_another() else None,
+        )
+
+    def send_less(self, reason: str) -> None:
+        tell_to_send_less(self.login, reason)
+
+    def decided(self, decision: Decision) -> None:
+        """On the run's page, and on its receipt."""
+        self.flight.decided(decision.sentence)
+        self.transfers.decided(decision.sentence)
 
     @property
     def flight(self) -> FlightRecorder:
@@ -260,7 +319,7 @@ class Run:
     def next_offer(self) -> RankedOffer:
         """The cheapest offer not tried yet. NoOffers, AttemptsExhausted or BudgetReached when there is none to try."""
         budget = self.recipe.budget
-        if self.attempts - self.uncounted >= budget.attempts:
+        if not self._may_try_another():
             raise AttemptsExhausted(
                 f"{self.attempts - self.uncounted} boxes tried, budget.attempts = {budget.attempts}: {self._reasons()}"
             )
@@ -284,6 +343,9 @@ class Run:
         self.attempts += 1
         self.tried.add(left[0].offer.machine_id)
         return left[0]
+
+    def _may_try_another(self) -> bool:
+        return self.attempts - self.uncounted < self.recipe.budget.attempts
 
     def _untried(self) -> list[RankedOffer]:
         return [ranked for ranked in self.planned.offers if ranked.offer.machine_id not in self.tried]
@@ -318,6 +380,30 @@ class Run:
             self.remote.close()
         self.box = self.remote = None
 
+    def fresh_key(self) -> BoxKey:
+        """The key for a box of this run, asked for anew when half its life is over. UserError or KeyNotIssued as of `issue`."""
+        if self.box_key is None or self.box_key.due(self.clock()):
+            self.box_key = issue(self.settings, self.recipe, self.clock)
+        return self.box_key
+
+    def send_key(self, remote: Remote, key: BoxKey) -> None:
+        """The private file, whole and in one move: a transfer that starts meanwhile reads the old one or the new one."""
+        secrets = "".join(f"{name}={value}\n" for name, value in private_env(self.settings, key).items())
+        remote.put(secrets.encode(), layout.BOX_PRIVATE_ENV, mode=0o600, timeout_s=_PUT_S)
+        self._key_on_box = key
+
+    def renew_key(self, remote: Remote) -> None:
+        """Put a fresh key on the box when the one there is half over. Until it works, this is tried at each renewal of the lease."""
+        if self._key_on_box is None or not self._key_on_box.due(self.clock()):
+            return
+        left_s = (self._key_on_box.expires_at or 0.0) - self.clock()
+        try:
+            self.send_key(remote, self.fresh_key())
+        except LiveryError as error:
+            log.warning("the box's key for the bucket expires in %.0f s and is not renewed yet: %s", left_s, error)
+        else:
+            log.info("the box has a fresh key for the bucket, %.0f s before the old one expires", left_s)
+
     def tell_alive(self, until: float | None = None) -> None:
         """Touch the box's lease file, for its dead-man switch; with `until` as if it were touched then. Called by the lease thread, so with a connection and a market client of its own."""
         box = self.box
@@ -330,6 +416,7 @@ class Run:
                 Remote(box.ssh_user, box.key_path, box.known_hosts_path, lambda: _endpoints(market, box) or ()),
             )
         self._alive[1].run(f"touch {f'-d @{until:.0f} ' if until else ''}{layout.BOX_ALIVE}", timeout_s=20)
+        self.renew_key(self._alive[1])
 
     def _attach_key_again(self, box: Box) -> None:
         """A host that writes its authorized_keys afresh hours later may leave ours out; a market that refuses changes nothing for the worse."""
@@ -340,8 +427,20 @@ class Run:
             log.warning("box %d refuses the run's key, which cannot be attached again now: %s", box.instance_id, error)
 
     def _complete(self, kind: str) -> bool:
+        return self._whole(kind) or kind in self.sent_lightly
+
+    def _whole(self, kind: str) -> bool:
         manifest = self.manifests.get(kind)
         return manifest is not None and manifest.complete
+
+    def _phases_sent_lightly(self) -> frozenset[str]:
+        """Phases whose last checkpoint is in the bucket without the trainer's state: enough for the adapter, and for the next phase."""
+        return frozenset(
+            phase.name
+            for phase in self.recipe.phases
+            if not self._whole(phase.name)
+            and self.store.size(layout.light_manifest(self.recipe.name, phase.name, phase.steps)) is not None
+        )
 
     def _reasons(self) -> str:
         ended = [attempt for attempt in self.flight.flight.attempts if attempt.ended]

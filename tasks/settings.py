@@ -56,14 +56,20 @@ class Settings(Notify):
     reaper_api_key: SecretStr | None = None
     market_pace: float = Field(1.0, gt=0)
 
-    bucket: str
+    s3_block: str | None = Field(None, pattern=r"^s3-bucket/[a-z0-9-]+$")
+    bucket: str = Field("", validate_default=True)
     s3_endpoint_url: str | None = None
-    s3_region: str = ""
-    s3_access_key_id: str
-    s3_secret_access_key: SecretStr
+    s3_region: str = Field("", validate_default=True)
+    s3_access_key_id: str = Field("", validate_default=True)
+    s3_secret_access_key: SecretStr = Field(SecretStr(""), validate_default=True)
+    s3_session_token: SecretStr | None = None
     box_s3_endpoint_url: str | None = None
-    box_s3_access_key_id: str
-    box_s3_secret_access_key: SecretStr
+    box_s3_credentials: Literal["static", "federation", "role"] = "static"
+    box_s3_access_key_id: str = Field("", validate_default=True)
+    box_s3_secret_access_key: SecretStr = Field(SecretStr(""), validate_default=True)
+    box_s3_role_arn: str | None = Field(None, validate_default=True)
+    box_s3_session_s: int = Field(3600, ge=900, le=129_600)
+    sts_endpoint_url: str | None = None
     hf_token: SecretStr | None = None
     wandb_api_key: SecretStr | None = None
 
@@ -117,6 +123,22 @@ class Settings(Notify):
             raise PydanticCustomError("missing", "Field required")
         return SecretStr("") if is_key else None
 
+    @field_validator("bucket", "s3_access_key_id", "s3_secret_access_key")
+    @classmethod
+    def _here_or_in_the_block(cls, value: str | SecretStr, info: ValidationInfo) -> str | SecretStr:
+        if not _text(value) and info.data.get("s3_block") is None:
+            raise PydanticCustomError("missing", "Field required")
+        return value
+
+    @field_validator("box_s3_access_key_id", "box_s3_secret_access_key", "box_s3_role_arn")
+    @classmethod
+    def _what_the_box_key_needs(cls, value: str | SecretStr | None, info: ValidationInfo) -> str | SecretStr | None:
+        """A static key is given here; a temporary one is asked for, of a role or in the control plane's own name."""
+        needed = "role" if info.field_name == "box_s3_role_arn" else "static"
+        if not _text(value) and info.data.get("box_s3_credentials") == needed:
+            raise PydanticCustomError("missing", "Field required")
+        return value
+
     @field_validator("lease_renew_s")
     @classmethod
     def _well_within_the_lease(cls, value: float, info: ValidationInfo) -> float:
@@ -141,7 +163,7 @@ class Settings(Notify):
     @classmethod
     def _known_on_aws(cls, value: str, info: ValidationInfo) -> str:
         """A default would sign well enough, and rent boxes on the wrong side of an ocean."""
-        if not value.strip() and info.data.get("s3_endpoint_url", "unread") is None:
+        if not value.strip() and info.data.get("s3_endpoint_url", "unread") is None and not info.data.get("s3_block"):
             raise ValueError(
                 "is not set; want the region of the bucket, such as eu-central-1: boxes are rented near it (it may stay empty with LIVERY_S3_ENDPOINT_URL)"
             )
@@ -152,10 +174,14 @@ class Settings(Notify):
         """The region that requests are signed for; buckets outside AWS that have none take the oldest one."""
         return self.s3_region or "us-east-1"
 
-    @field_validator("market_url", "s3_endpoint_url", "box_s3_endpoint_url")
+    @field_validator("market_url", "s3_endpoint_url", "box_s3_endpoint_url", "sts_endpoint_url")
     @classmethod
     def _https_or_loopback(cls, value: str | None) -> str | None:
         return _https_or_loopback(value)
+
+
+def _text(value: str | SecretStr | None) -> str:
+    return value.get_secret_value() if isinstance(value, SecretStr) else value or ""
 
 
 def protections(text: str) -> dict[int, float]:

@@ -26,7 +26,6 @@ from tasks.prepare import prepare_run
 from tasks.receipt import dollars
 from tasks.run import Run
 from tasks.settings import settings
-from tasks.upload import UplinkWatch
 
 log = logging.getLogger(__name__)
 _MINUTE, _HOUR = 60, 3600
@@ -200,12 +199,9 @@ def train(run: Run, box: Box, phase: str) -> None:
 
 @task(name="upload", task_run_name="upload {phase}", timeout_seconds=12 * _HOUR, **_RETRIED)
 def upload(run: Run, box: Box, phase: str) -> None:
-    """Watch the uplink until the phase's last manifest is in the bucket."""
+    """Wait until the phase's last manifest is in the bucket; an uplink that will not make it is decided about."""
     with run.flight.span(f"upload {phase}"):
-        run.watch(
-            lambda view: view.phase(phase).durable_complete or phase in view.done_before,
-            UplinkWatch(phase, run.recipe.budget, run.clock),
-        )
+        run.watch(lambda view: view.phase(phase).durable_complete or phase in view.done_before)
     run.refresh()
     pace = run.view.phase(phase).pace
     remember_pace(

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from tasks.box_keys import BoxKey
 from tasks.errors import UserError
+from tasks.s3_block import with_block
 from tasks.settings import Settings
 from training.box.store import Store, StoreError
 
 
 def open_store(settings: Settings, *, stall_s: float = 15) -> Store:
-    """The bucket with the control plane's own key. `stall_s`: give up a silent connection so soon, for who has little time."""
+    """The bucket with the control plane's own key. `stall_s`: give up a silent connection so soon, for who has little time. UserError if
+    it is configured by a block that is not what is wanted, or by nothing else and cannot be read."""
+    settings = with_block(settings)
     return Store(
         settings.bucket,
         endpoint_url=settings.s3_endpoint_url,
         region=settings.signing_region,
         access_key_id=settings.s3_access_key_id,
         secret_access_key=settings.s3_secret_access_key.get_secret_value(),
+        session_token=settings.s3_session_token.get_secret_value() if settings.s3_session_token else None,
         stall_s=stall_s,
     )
 
@@ -29,14 +34,10 @@ def checked_store(settings: Settings) -> Store:
     return store
 
 
-def private_env(settings: Settings) -> dict[str, str]:
-    """What the box's private env file holds: the box's own limited key, never the account's."""
+def private_env(settings: Settings, key: BoxKey) -> dict[str, str]:
+    """What the box's private env file holds: the box's own limited key, never the account's. `settings` as `with_block` made them."""
     endpoint = settings.box_s3_endpoint_url or settings.s3_endpoint_url
-    values = {
-        "AWS_ACCESS_KEY_ID": settings.box_s3_access_key_id,
-        "AWS_SECRET_ACCESS_KEY": settings.box_s3_secret_access_key.get_secret_value(),
-        "AWS_DEFAULT_REGION": settings.signing_region,
-    }
+    values = {**key.environ(), "AWS_DEFAULT_REGION": settings.signing_region}
     if endpoint:
         values["AWS_ENDPOINT_URL_S3"] = endpoint
     if settings.hf_token:

@@ -29,8 +29,12 @@ def export(store: Store, run: str, source: Path, names: Sequence[str], base: str
     files, digests = {}, {}
     for name in names:
         digests[name] = sha256_of(directory / name)
-        store.upload_file(directory / name, prefix + name, sha256=digests[name])
         files[name] = (directory / name).stat().st_size
+        blob = layout.blob(run, digests[name])
+        if store.size(blob) == files[name]:
+            store.copy(blob, prefix + name, sha256=digests[name])  # GBs that the last checkpoint has brought already
+        else:
+            store.upload_file(directory / name, prefix + name, sha256=digests[name])
     # Last, like a manifest: an adapter without it is half an adapter.
     store.put_bytes(layout.exported(run), json.dumps({"run": run, "base": base, "sha256": digests}, indent=1).encode())
     return Exported(prefix=prefix, files=files)

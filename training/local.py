@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from training.box.transfer import MARKER
+from training.box.prefetch import MARKER
 from training.contract.events import Event, EventLog
 from training.contract.recipe import Assignment, Recipe, RecipeError, parse_recipe
 from training.contract.rows import RowError, check_rows

@@ -36,10 +36,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from training import sinks
-from training.box.store import Store, StoreDenied, StoreError, StoreUnreachable, sha256_of
-from training.box.supervisor import read_env_file
-from training.box.transfer import MARKER, Fenced, marker_holds, require_unclaimed
-from training.checkpoint import ADAPTER_FILES, Checkpoints, Found, Identity, Uploader, UploadFailed
+from training.box.child import Fenced
+from training.box.prefetch import MARKER, marker_holds
+from training.box.store import MachineFault, Store, StoreDenied, StoreError, StoreUnreachable, sha256_of
+from training.box.transfer import load_private_env
+from training.box.upload import require_unclaimed
+from training.checkpoint import ADAPTER_FILES, Checkpoints, Found, Identity
 from training.contract import layout
 from training.contract.claims import ClaimError
 from training.contract.events import Abort, Evaluated, EventError, EventLog, Guard, Notice, RunnerEnd, RunnerStart
@@ -48,8 +50,10 @@ from training.contract.model import explain
 from training.contract.recipe import Assignment, Phase, RecipeError
 from training.contract.rows import RowError
 from training.errors import LivenessError, ModelError, NoCardError
+from training.mirroring import Mirroring
 from training.phases import counting
 from training.phases.desk import Desk, Home, Interrupted, NotFinite, Pulse
+from training.uploader import Uploader, UploadFailed
 
 DONE, FAULT, UNUSABLE, ABORTED, LOCKED, FENCED, TOLD_TO_STOP = 0, 1, 2, 3, 4, 5, 143
 HEARTBEAT_S = 5.0
@@ -191,7 +195,7 @@ class Runner:
     def __init__(
         self, path: Path, home: Home, assignment: Assignment, events: EventLog, pulse: Pulse, stop: threading.Event
     ) -> None:
-        self._home, self._assignment, self._recipe = home, assignment, assignment.recipe
+        self._path, self._home, self._assignment, self._recipe = path, home, assignment, assignment.recipe
         self._events, self._pulse, self._stop = events, pulse, stop
         self._counting = assignment.recipe.trainer == "counting"
         self._versions = versions(counting=self._counting)
@@ -204,8 +208,11 @@ class Runner:
 
     def run(self) -> None:
         """Train what is not done yet, score it, export it. Interrupted when told to stop; many other errors, see `_abort_of`."""
+        mirroring: Mirroring | None = None
         try:
             self._require_inputs()
+            if self._recipe.model.mirror and self._recipe.model.source.startswith("hub:"):
+                mirroring = Mirroring(self._path, self._uploader.python, self._uploader.is_idle, self._notice)
             self._checkpoints.take_claim(self._assignment.flow_run_id, self._assignment.attempt)
             progress = self._find_progress()
             done = self._recipe.phase_names[: len(progress.done)]
@@ -217,12 +224,15 @@ class Runner:
             self._pulse.phase = None
             assert progress.result is not None
             self._evaluate("adapter", progress.result)
-            self._export(progress.result)
+            # Before the export, which takes from the last checkpoint what is in the bucket already.
             self._wait_for_uploads()
+            self._export(self._uploader.light_results.get(self._recipe.phases[-1].name, progress.result))
         except Interrupted:
             self._last_upload()
             raise
         finally:
+            if mirroring:
+                mirroring.close()
             self._uploader.close()
 
     def _train(self, phase: Phase, progress: Progress) -> Progress:
@@ -385,7 +395,9 @@ def _blame(error: Exception, name: str, reason: str) -> Any:
         return "user" if error.user_fault else "host"
     if isinstance(error, _USER_FAULTS) or name in _USER_ERRORS:
         return "user"
-    if isinstance(error, StoreUnreachable) or (isinstance(error, OSError) and error.errno in _HOST_ERRNO):
+    if isinstance(error, (StoreUnreachable, MachineFault)) or (
+        isinstance(error, OSError) and error.errno in _HOST_ERRNO
+    ):
         return "host"
     if isinstance(error, NoCardError) or "CUDA error" in reason or name == "AcceleratorError":
         return "host"
@@ -411,9 +423,7 @@ def _leave_word(home: Home, abort: Abort) -> None:
 
 def _load_environment(home: Home) -> None:
     """Credentials from the private file, where the box's own environment does not say otherwise; caches inside the box's folder."""
-    if home.private_env.exists():
-        for name, value in read_env_file(str(home.private_env)).items():
-            os.environ.setdefault(name, value)
+    load_private_env(home.private_env)
     cache = {"HF_HOME": str(home.work / "cache"), "HF_DATASETS_CACHE": str(home.work / "cache" / "datasets")}
     for name, value in (_OFFLINE | _QUIET | cache).items():
         os.environ.setdefault(name, value)

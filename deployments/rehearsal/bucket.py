@@ -1,7 +1,7 @@
 """The rehearsal's bucket: one SeaweedFS process on loopback, with one identity for the control plane and one for boxes.
 
-The box identity may read and list the whole bucket and may write, delete and upload in parts only under `runs/`; the
-server itself enforces it (`Write:<bucket>/runs/*`), so that a box cannot touch leases, intents or receipts.
+The box identity may read and list the whole bucket and may write, delete and upload in parts only under `runs/` and `models/`;
+the server itself enforces it (`Write:<bucket>/runs/*`), so that a box cannot touch leases, intents or receipts.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from deployments.rehearsal.processes import MARKER, dying_with_us, kill_under
 BUCKET = "livery-rehearsal"
 REGION = "us-east-1"
 BOX_PREFIX = "runs/"
+MIRROR_PREFIX = "models/"  # where a box puts the base model for those after it
 # weed also listens 10000 above each port, for gRPC; both stay below the range of outgoing connections.
 PORT_BASES = range(11_000, 21_000)
 PORTS = 5
@@ -133,7 +134,8 @@ class Bucket:
 
     def _write_identities(self) -> None:
         everything = ["Admin", "Read", "Write", "List", "Tagging"]
-        limited = [f"Read:{BUCKET}", f"List:{BUCKET}", f"Write:{BUCKET}/{BOX_PREFIX}*"]
+        limited = [f"Read:{BUCKET}", f"List:{BUCKET}"]
+        limited += [f"Write:{BUCKET}/{prefix}*" for prefix in (BOX_PREFIX, MIRROR_PREFIX)]
         identities = [
             {
                 "name": name,

@@ -380,16 +380,16 @@ def _miscounted(pages: list[dict[str, Any]]) -> str:
     ids = [str(row.get("id")) for row in rows if isinstance(row, dict)]
     if len(set(ids)) != len(ids):
         return "a box is listed twice"
-    return next((problem for page in pages if (problem := _hidden(rows, page.get("label_counts")))), "")
+    read = Counter(str(row.get("label")) for row in rows if isinstance(row, dict))
+    return next((problem for page in pages if (problem := _hidden(read, page.get("label_counts")))), "")
 
 
-def _hidden(rows: list[Any], counts: Any) -> str:
+def _hidden(read: Counter[str], counts: Any) -> str:
     """Rows whose labels came back null would hide our boxes; the market's own count by label does not.
 
     Only our labels are compared, and only for too few rows: how a box without a label is counted, and whether the counts are of the
     page or of the account, is nowhere written down.
     """
-    read = Counter(str(row.get("label")) for row in rows if isinstance(row, dict))
     ours = counts if isinstance(counts, dict) else {}
     for label, wanted in ours.items():
         number = replies.whole_number(wanted)

@@ -12,6 +12,7 @@ from typing import Literal
 
 from tasks.domain import Offer
 from tasks.rules.tiers import TIERS
+from training.contract.durable import BID_LOSSES_PER_H, LOSSES_PER_H, Interval, durable_interval
 from training.contract.flops import step_tokens
 from training.contract.memory import OPTIMIZER_B, WEIGHT_B, adapter_parameters
 from training.contract.recipe import GrpoPhase, Recipe
@@ -149,7 +150,7 @@ def cost_of(work: Work, offer: Offer) -> Cost:
     prefetch_s = transfer_s(work.model_gb, min(offer.inet_down_mbps or 0.0, MAX_DOWN_MBPS))
     # The last checkpoint and the exported adapter keep the box after training.
     last_upload_s = transfer_s(work.checkpoint_gb + work.adapter_gb, up_mbps)
-    up_gb = _uploads_gb(work, up_mbps)
+    up_gb = _uploads_gb(work, offer)
     starts_s = extra.phase_start_s * len(work.phases)
     billed_h = (extra.install_s + prefetch_s + starts_s + work.train_s + last_upload_s) / 3600
     hours = billed_h + extra.boot_s / 3600
@@ -214,10 +215,21 @@ def _seconds_and_saves(recipe: Recipe, name: str, pace: Pace) -> tuple[float, in
     return phase.steps * pace.step_s, math.ceil(phase.steps / phase.save_every_steps)
 
 
-def _uploads_gb(work: Work, up_mbps: float) -> float:
-    """GB sent up. An upload takes the newest checkpoint when the one before it is through, so a slow uplink sends fewer of them."""
-    one_s = transfer_s(work.checkpoint_gb, up_mbps)
-    sent = sum(saves if one_s == 0 else min(saves, 1 + int(seconds / one_s)) for seconds, saves in work.phases)
+def uploads_of(work: Work, offer: Offer) -> Interval:
+    """How often the box will send a checkpoint; it weighs bytes against training at risk, by the uplink that it measures."""
+    return durable_interval(
+        size_bytes=int(work.checkpoint_gb * 1e9),
+        uplink_mbps=offer.inet_up_mbps,
+        dph_usd=dph_at_disk(offer, work.disk_gb),
+        up_usd_gb=offer.inet_up_usd_gb,
+        losses_per_h=LOSSES_PER_H if work.gpu_factor == 1.0 else BID_LOSSES_PER_H,
+    )
+
+
+def _uploads_gb(work: Work, offer: Offer) -> float:
+    """GB sent up: the last checkpoint of each phase, those between that are due, and the adapter."""
+    every_s = uploads_of(work, offer).seconds
+    sent = sum(saves if every_s == 0 else min(saves, 1 + int(seconds / every_s)) for seconds, saves in work.phases)
     return work.checkpoint_gb * sent + work.adapter_gb
 
 

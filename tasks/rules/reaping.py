@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 from tasks.domain import Instance, Intent, Label, Lease
+from tasks.rules.stalls import IDLE_GPU_PERCENT
 
 T = TypeVar("T")
 Action = Literal["keep", "destroy", "unknown"]
@@ -24,8 +25,6 @@ _DISK_ONLY = {"stopped", "exited", "offline", "frozen"}
 # Of two sightings further apart nobody knows what was between them; three sweeps at five minutes.
 SIGHTING_GAP_S = 900.0
 FAILED_PROBES = 3
-# The market's reading of an idle card is not always a clean zero.
-IDLE_GPU_PERCENT = 1.0
 
 
 @dataclass(frozen=True)
@@ -71,6 +70,8 @@ class Facts:
     """Whether the bucket holds the intent of any attempt of its run; None: it could not be asked."""
     given_up: bool = False
     """The run has closed this attempt and holds no box of it."""
+    twin_of: int | None = None
+    """The box of the same label that the run's intent names: the offer was accepted twice, and nobody knows of this one."""
     since: Sighting | None = None
     """This sweep's sighting of it, if it is not up."""
     bucket_quiet_s: float | None = None
@@ -100,6 +101,8 @@ def verdict(facts: Facts, now: float, limits: Limits) -> Verdict:
         return Verdict("destroy", f"hard end passed {_span(now - label.hard_end)} ago")
     if facts.given_up:
         return Verdict("destroy", f"its run gave attempt {label.attempt} up, and the box came to light afterwards")
+    if facts.twin_of is not None:
+        return Verdict("destroy", f"its create call made two boxes, and its run works on box {facts.twin_of}")
     if facts.seen.problem:
         # It may be held, or allowed a longer life: only the label can end it now.
         return Verdict("unknown", f"lease cannot be read: {facts.seen.problem}")

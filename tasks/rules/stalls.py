@@ -9,6 +9,11 @@ from typing import Literal
 
 from training.contract.events import Event, Heartbeat, Notice, PhaseStart, Step, Transfer
 
+# A reading of an idle card is not always a clean zero.
+IDLE_GPU_PERCENT = 1.0
+# In stall rules: the job on the box tries three settings, each until nothing moves for one rule; half a rule is for its own start and end.
+TRIES_S = 3.5
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -34,13 +39,15 @@ def judge_transfer(
     now: float,
     budget_s: float,
     stall_s: float,
+    done_bytes: int | None = None,
 ) -> TransferVerdict:
-    """Judge a transfer by its samples, oldest first.
+    """Judge a transfer by its samples, oldest first. `done_bytes` is given where the samples count what crosses the line, which is told
+    long before the other side has acknowledged it.
 
     Too slow means that at the rate of the last `patience_s` seconds it would not end within the budget. Waiting for the budget
     to run out instead would pay for a box whose end is already known; judging by one short dip would lose a good one.
     """
-    done = samples[-1].done_bytes if samples else 0
+    done = done_bytes if done_bytes is not None else samples[-1].done_bytes if samples else 0
     if done >= total_bytes:
         return TransferVerdict("ok", f"{what}: {_gb(total_bytes)} done", 0.0)
     patience = patience_s(budget_s)
@@ -52,8 +59,9 @@ def judge_transfer(
     if still_s > stall_s:
         return TransferVerdict("stalled", f"{seen}; no byte for {still_s:.0f} s, at most {stall_s:.0f}", mbps)
     remaining_s = budget_s - (now - started_at)
-    needed_s = (total_bytes - done) * 8 / (mbps * 1e6) if mbps > 0 else float("inf")
-    if now - started_at >= patience and needed_s > remaining_s:
+    # What stands still has no rate to be judged by: the box may be about to try another way, and the stall rule bounds that.
+    moves = still_s <= patience / 2
+    if moves and now - started_at >= patience and mbps > 0 and (total_bytes - done) * 8 / (mbps * 1e6) > remaining_s:
         wanted = (total_bytes - done) * 8 / 1e6 / remaining_s if remaining_s > 0 else float("inf")
         return TransferVerdict("too slow", f"{seen}; {wanted:.1f} Mbps are needed for {budget_s:.0f} s in all", mbps)
     return TransferVerdict("ok", seen, mbps)
@@ -77,7 +85,7 @@ def step_hangs(in_step_s: float, limit_s: float) -> str:
 @dataclass
 class Headway:
     """When a run last got anywhere. A heart beats beside a step that never ends, so heartbeats and notices are no progress, nor is a
-    transfer that says the same bytes again."""
+    transfer that says the same bytes again. Outside of steps (evaluating, loading) there is nothing to count, and a busy card is the sign of work."""
 
     at: float
     _furthest: dict[str, int] = field(default_factory=dict)
@@ -98,7 +106,9 @@ class Headway:
 
     def _is_progress(self, event: Event) -> bool:
         match event:
-            case Heartbeat() | Notice():
+            case Heartbeat():
+                return event.in_step_s is None and (event.gpu_util_percent or 0.0) > IDLE_GPU_PERCENT
+            case Notice():
                 return False
             case PhaseStart():
                 self._furthest[event.phase] = event.step

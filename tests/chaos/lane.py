@@ -41,7 +41,7 @@ LEASE_S, RENEW_S = 8, 1.0
 SILENT_S, STALLED_S = 6.0, 14.0
 # For a run to come to the drawn moment, and to its end after it. Generous: several lanes share the machine, and a busy one takes its time.
 MOMENT_S, END_S = 420.0, 240.0
-# No process of the run for so long: nobody is about to start another, or, before it has planned anything, the first one.
+# No process of the run for so long: nobody is about to start another, or the first one while whoever should start it lives.
 QUIET_S, UNSTARTED_S = 8.0, 90.0
 # A dead-man's box: the rest of two short phases with their uploads, then a silence.
 ALONE_S = 120.0
@@ -62,6 +62,8 @@ class Flown:
     seen_at: float = field(default_factory=time.monotonic)
     """When a process of it was last seen, or it was asked for."""
     looked_at: float = 0.0
+    missed: bool = False
+    """The signal met no process: none was there yet, or none any more."""
     events: dict[int, Path] = field(default_factory=dict)
 
     @property
@@ -157,6 +159,7 @@ class Lane:
         before = bookkeeping.newest_steps(self.store, flown.run)
         if met and not (case.is_market and case.at == draw.START):
             self._strike(flown)
+        met = met and (not flown.missed or not case.fault.startswith("flow."))
         if self.deadman:
             outcome.struck = met
             outcome.boxes, outcome.left = self._alone(flown)
@@ -267,6 +270,8 @@ class Lane:
             self._look(flown)
             if self._over(flown):
                 break
+            if flown.case.fault == "server.gone" and not self._left() and bookkeeping.receipt(self.store, flown.run):
+                return "waits for its server"  # Prefect's client does so for minutes; the boxes are gone and the bill is written
             if self._left() and self._lease_left(flown) < -1.0:
                 if self._alive(flown):
                     outcome.remarks.append("the flow still lives, its lease has run out")
@@ -378,8 +383,9 @@ class Lane:
     def _over(self, flown: Flown) -> bool:
         if flown.case.how == "bare":
             return not self._alive(flown)
+        unlikely = flown.flight is not None or (flown.log is not None and not flown.log.alive())
         quiet_s = time.monotonic() - flown.seen_at
-        return not self._alive(flown) and quiet_s > (QUIET_S if flown.flight is not None else UNSTARTED_S)
+        return not self._alive(flown) and quiet_s > (QUIET_S if unlikely else UNSTARTED_S)
 
     def _processes(self, flown: Flown) -> list[psutil.Process]:
         """Every process of the run, whoever started it; a container's first one first."""
@@ -390,6 +396,7 @@ class Lane:
         processes = self._processes(flown)
         if flown.case.how == "container" and number is signal.SIGTERM:
             processes = processes[:1]  # the stop of a container reaches its first process alone
+        flown.missed = not processes
         for process in processes:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(number)
@@ -427,15 +434,17 @@ class Lane:
 
     def _write_recipe(self, name: str) -> str:
         recipe = yaml.safe_load(shipped()["tiny-moe" if name == "tiny-moe" else "counting"].read_text())
-        # An upload of the counting trainer takes about a second: its save interval is longer, as it is in earnest.
-        recipe |= {} if name == "tiny-moe" else {"step_seconds": 3600.0 if name == "hanging" else 0.3}
         recipe["box"] |= {"boot_s": 20}
         recipe["budget"] |= {"silent_s": 40, "stall_s": 15, "max_usd": 100.0}
+        recipe["phases"] = recipe["phases"][:2]
         if name == "tiny-moe":
             recipe.pop("evaluation")
-            recipe["phases"] = recipe["phases"][:2]
-            for phase in recipe["phases"]:
-                phase |= {"steps": 12, "save_every_steps": 4}
+            saves = {"steps": 12, "save_every_steps": 4}
+        else:
+            # An upload takes a second or two on a busy machine: a save interval is longer here, as it is in earnest.
+            saves = {"steps": 20, "save_every_steps": 10}
+            recipe["step_seconds"] = 3600.0 if name == "hanging" else 0.3
+        recipe["phases"] = [phase | saves for phase in recipe["phases"]]
         path = self.root / f"{name}.yaml"
         path.write_text(yaml.safe_dump(recipe))
         return str(path)

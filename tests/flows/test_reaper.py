@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime, timedelta
+import time
 from typing import Any
 
 import pytest
@@ -10,7 +10,9 @@ from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 
 from flows import reaper as module
 from flows.reaper import reaper
+from tasks.reap import LAST_SUCCESS
 from tests.tasks.pretend import Pretend
+from training.box.store import Store
 
 
 def _table() -> list[dict[str, Any]]:
@@ -55,13 +57,21 @@ def test_an_empty_field_of_the_form_is_not_taken_for_every_box(pretend: Pretend,
     assert pretend.market.alive()
 
 
-def test_a_run_that_is_late_leaves_the_work_to_a_later_one(
-    pretend: Pretend, overdue: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("success_ago_s", "skipped"), [(300, True), (900, False), (None, False)])
+def test_a_run_that_is_late_leaves_the_work_only_to_one_that_has_done_it(
+    pretend: Pretend,
+    store: Store,
+    overdue: int,
+    monkeypatch: pytest.MonkeyPatch,
+    success_ago_s: int | None,
+    skipped: bool,
 ) -> None:
-    scheduled = datetime.now(UTC) - timedelta(seconds=601)
-    monkeypatch.setattr(module, "_late_s", lambda: (datetime.now(UTC) - scheduled).total_seconds())
+    """A machine whose clock is ahead of the server's finds every run late; it must not call that a sweep."""
+    monkeypatch.setattr(module, "_late_s", lambda: 601.0)
+    if success_ago_s is not None:
+        store.put_bytes(LAST_SUCCESS, json.dumps({"at": time.time() - success_ago_s}).encode())
     state = reaper(return_state=True)
-    assert state.name == "Skipped" and pretend.calls == [] and pretend.market.alive()
+    assert (state.name == "Skipped", bool(pretend.market.alive())) == (skipped, skipped)
 
 
 def test_a_run_started_by_hand_is_never_late() -> None:

@@ -111,7 +111,7 @@ def test_a_run_triggered_on_the_command_line_ends_completed_with_its_artifacts(u
     assert done.returncode == 0, done.stdout + done.stderr
     run_id = run_id_of(up, "by-hand")
     assert state_of(up, run_id) == "Completed"
-    assert artifact_keys(up, run_id) >= {"progress", "phases", "receipt", "offers", "filters"}
+    assert artifact_keys(up, run_id) >= {"progress", "phases", "receipt", "offers", "filters", "transfers"}
     assert len(list(store_of(up.environ).list("paces/"))) == 5, "the next plan knows what a step took"
     assert all(box["gone"] for box in boxes_of(up, run_id))
 
@@ -134,6 +134,7 @@ def test_a_person_sees_the_receipt_and_the_phases_in_the_ui(up: Up, tmp_path: Pa
     for key, words in (
         ("receipt", ["instances left", "phase cpt", "upload grpo"]),
         ("phases", ["loss first", "counter"]),
+        ("transfers", ["prefetch model", "upload grpo/20", "budget s"]),
     ):
         page = f"{up.ui_url}/artifacts/artifact/{artifact_id(up, run_id, key)}"
         quiet = [

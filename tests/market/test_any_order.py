@@ -152,11 +152,11 @@ def _create_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def _keep_whatever_is_there(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("tasks.reap.verdict", lambda *given: Verdict("keep", "somebody will see to it"))
+    patch.setattr("tasks.judge.verdict", lambda *given: Verdict("keep", "somebody will see to it"))
 
 
 def _take_whatever_is_there(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("tasks.reap.verdict", lambda *given: Verdict("destroy", "it looks idle"))
+    patch.setattr("tasks.judge.verdict", lambda *given: Verdict("destroy", "it looks idle"))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_box_hidden_for_longer_than_its_run_looked_for_it_does_not_bill_beside
     seen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not seen:
-        monkeypatch.setattr("tasks.reap._given_up", lambda store, label: False)
+        monkeypatch.setattr("tasks.judge._intent", lambda store, label: None)
     world = World(tmp_path)
     for fault in ("create.drop_after_commit", "list.lag=300"):
         world.pretend.arm(fault)

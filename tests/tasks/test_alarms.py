@@ -205,3 +205,21 @@ def test_an_alarm_about_a_run_takes_box_and_dollars_from_its_flight_record(store
 def test_the_reaper_says_that_it_saw_everything(prefect: Prefect) -> None:
     alarms.reaper_saw_everything(NOW)
     assert [event["event"] for event in prefect.heard] == ["livery.reaper.saw-all"]
+
+
+@pytest.mark.parametrize("key", ["pnu_5ecret5ecret\nx", "pnu_5ecret\u00fc5ecret"])
+def test_a_key_that_cannot_be_sent_neither_hinders_an_alarm_nor_reaches_a_log(
+    store: Store, prefect: Prefect, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, key: str
+) -> None:
+    monkeypatch.setenv("PREFECT_API_KEY", key)
+    alarms.sound(store, alarm())
+    assert not prefect.heard and alarms.standing(store)
+    assert "Prefect was not told" in caplog.text and "5ecret" not in caplog.text
+
+
+def test_a_line_break_at_the_end_of_a_key_is_not_part_of_it(
+    store: Store, prefect: Prefect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PREFECT_API_KEY", "pnu_5ecret\n")
+    alarms.sound(store, alarm())
+    assert prefect.logins == ["Bearer pnu_5ecret"]

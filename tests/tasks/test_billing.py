@@ -86,6 +86,24 @@ class Flown:
             sleep=self.clock.sleep,
         )
 
+    def intent(self) -> None:
+        last = self.run.flight.flight.attempts[-1]
+        intent = Intent(
+            flow_run_id=FLOW_RUN,
+            run=self.run.recipe.name,
+            attempt=last.attempt,
+            label=last.label,
+            account_id="1",
+            offer_id=last.offer_id,
+            machine_id=last.machine_id,
+            dph_usd=last.dph_usd,
+            disk_gb=20,
+            written_at=self.clock(),
+            state="created",
+            instance_id=self.box_id,
+        )
+        self.store.put_bytes(layout.intent(FLOW_RUN, last.attempt), intent.model_dump_json().encode())
+
     def train_cpt(self) -> None:
         """A phase of 100 s whose last checkpoint is durable when it ends."""
         with self.run.flight.span("phase cpt"):
@@ -307,6 +325,30 @@ def test_a_bill_that_is_booked_in_part_says_so_far_and_until_when_and_is_made_wh
     assert whole is not None and whole.final and part.paid_usd and whole.paid_usd
     assert whole.paid_usd == pytest.approx(flown.pretend.market.total_usd(), abs=1e-5)
     assert whole.paid_usd > part.paid_usd * 1.5
+
+
+def test_the_hours_that_a_box_was_kept_are_on_the_bill_as_such_and_it_is_not_whole_before_they_are_booked(
+    flown: Flown,
+) -> None:
+    flown.rent()
+    flown.intent()
+    with pytest.raises(RuntimeError), receipt_written(flown.run):
+        flown.fail("phase cpt", 600, RuntimeError("loss is not finite"))
+    flown.clock.sleep(7200)
+    destroy_run(flown.market, FLOW_RUN, clock=flown.clock, sleep=flown.clock.sleep, store=flown.store)
+    flown.pretend.arm("charges.behind=3600")
+    part = write_receipt(flown.store, flown.market, FLOW_RUN, "reaper", now=flown.clock())
+    assert part is not None and part.so_far and not part.final
+    flown.clock.sleep(3700)
+    whole = write_receipt(flown.store, flown.market, FLOW_RUN, "audit", now=flown.clock())
+    assert (
+        whole is not None
+        and whole.final
+        and whole.paid_usd == pytest.approx(flown.pretend.market.total_usd(), abs=1e-4)
+    )
+    kept = [line for line in whole.lines if line.what == "until gone"]
+    assert [round(line.hours) for line in kept] == [2] and kept[0].wasted
+    assert "still there after: failed: loss is not finite" in kept[0].reason
 
 
 def test_a_cap_that_ends_a_run_is_told_with_its_dollars(flown: Flown) -> None:

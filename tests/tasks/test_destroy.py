@@ -395,3 +395,46 @@ def test_of_twenty_runs_that_crash_together_those_whose_delete_found_no_room_are
     )
     assert not pretend.market.alive() and not swept.unverified
     assert not alarms.standing(store)
+
+
+def test_the_hook_of_a_dead_run_leaves_the_box_of_the_same_run_started_again(
+    market: VastMarket, store: Store, pretend: Pretend, clock: Clock
+) -> None:
+    """A person may press "retry" while the hook of the crash is still looking."""
+    old = pretend.rented(attempt=1)
+    _intended(store, pretend, old, attempt=1)
+    write_lease(store, Lease(flow_run_id=FLOW_RUN, run="r", renewed_at=clock.now - 30, expires_at=clock.now + 870))
+    young: list[int] = []
+
+    def started_again(seconds: float) -> None:
+        clock.sleep(seconds)
+        if not young:
+            young.append(pretend.rented(attempt=2, offer=1))
+            _intended(store, pretend, young[0], attempt=2)
+            lease = Lease(flow_run_id=FLOW_RUN, run="r", renewed_at=clock.now, expires_at=clock.now + 900)
+            write_lease(store, lease)
+
+    result = hurry(market, store, FLOW_RUN, clock=clock, sleep=started_again)
+    assert result.clean and result.gone == (old,)
+    assert [box.id for box in pretend.market.alive()] == young
+    lease = read_lease(store, FLOW_RUN)
+    assert lease is not None and lease.expires_at > clock.now + 800
+
+
+def _intended(store: Store, pretend: Pretend, box: int, attempt: int) -> None:
+    made = pretend.market.contracts[box]
+    intent = Intent(
+        flow_run_id=FLOW_RUN,
+        run="r",
+        attempt=attempt,
+        label=str(made.label),
+        account_id="1",
+        offer_id=made.offer.id,
+        machine_id=made.offer.machine_id,
+        dph_usd=1.0,
+        disk_gb=10,
+        written_at=pretend.clock.now,
+        state="created",
+        instance_id=box,
+    )
+    store.put_bytes(layout.intent(FLOW_RUN, attempt), intent.model_dump_json().encode())

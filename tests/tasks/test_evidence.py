@@ -182,9 +182,9 @@ def test_it_is_no_longer_unseen_when_a_box_carries_its_label(store: Counted) -> 
 def test_a_closed_intent_is_read_once_and_again_when_it_has_changed(store: Counted) -> None:
     key = layout.intent(_run(1), 1)
     _intent(store, 1, state="refused")
-    remember(store, _gather(store))
+    remember(store, _gather(store), {})
     assert key in store.reads
-    remember(store, _gather(store))
+    remember(store, _gather(store), {})
     assert key not in store.reads
     _intent(store, 1, state="unresolved")
     assert _gather(store).promised_usd_h == 2.0 and key in store.reads
@@ -206,10 +206,10 @@ def test_an_intent_whose_box_is_not_listed_is_told(store: Counted) -> None:
 
 def test_sightings_go_on_from_sweep_to_sweep(store: Counted) -> None:
     down = _box(1, actual_status="offline")
-    remember(store, _gather(store, down))
+    remember(store, _gather(store, down), {})
     later = _gather(store, down, now=NOW + 300)
     assert later.sightings[1].since == NOW and later.sightings[1].seen_at == NOW + 300
-    remember(store, later)
+    remember(store, later, {})
     assert not _gather(store, _box(1), now=NOW + 600).sightings
 
 
@@ -237,5 +237,5 @@ def test_a_bucket_that_cannot_be_listed_is_one_problem_and_no_answer(
     facts = evidence.facts(_box(1))
     assert evidence.problem and facts.seen.problem == "the bucket is away" and facts.intended is None
     store.reads.clear()
-    remember(store, evidence)
+    remember(store, evidence, {})
     assert not (store.root / layout.REAPER_MEMORY).exists()

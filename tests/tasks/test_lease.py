@@ -111,3 +111,39 @@ def test_a_hold_is_no_live_lease_but_says_until_when(store: Store, clock: Clock)
     hold(store, FLOW_RUN, "run", now=clock.now, until=clock.now + 7200)
     seen = read_lease(store, FLOW_RUN)
     assert seen is not None and seen.expires_at <= clock.now and seen.hold_until == clock.now + 7200
+
+
+def test_renewals_outlive_whatever_one_of_them_raises(store: Store, clock: Clock) -> None:
+    """A thread that has died renews nothing, and the reaper takes the box of a run that works."""
+    asked: list[int] = []
+    often = threading.Event()
+
+    def progress() -> float:
+        asked.append(1)
+        if len(asked) == 4:
+            often.set()
+        if len(asked) == 2:
+            raise RuntimeError("dictionary changed size during iteration")
+        return 42.0
+
+    lease = _thread(store, clock, progress_at=progress)
+    lease.start()
+    assert often.wait(20)
+    lease.stop()
+
+
+def test_a_box_that_swallows_connections_holds_up_no_renewal(store: Store, clock: Clock) -> None:
+    asked: list[int] = []
+    often, release = threading.Event(), threading.Event()
+
+    def progress() -> float:
+        asked.append(1)
+        if len(asked) == 4:
+            often.set()
+        return 42.0
+
+    lease = _thread(store, clock, progress_at=progress, on_renew=lambda: release.wait(60) and None)
+    lease.start()
+    assert often.wait(20)
+    release.set()
+    lease.stop()

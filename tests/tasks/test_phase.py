@@ -1,4 +1,4 @@
-"""What the events say, folded into a view, and what the view says about an upload."""
+"""What the events say, folded into a view."""
 
 from __future__ import annotations
 
@@ -7,14 +7,10 @@ from typing import Any
 import pytest
 
 from tasks.artifacts import Progress, phase_rows
-from tasks.errors import TransferFailed
 from tasks.phase import RunView, duration
-from tasks.upload import UplinkWatch
 from tests.tasks.pretend import recipe
-from training.contract.events import CheckpointDurable, Heartbeat, PhaseEnd, PhaseStart, RunnerStart, Step, Transfer
+from training.contract.events import CheckpointDurable, Heartbeat, PhaseEnd, PhaseStart, RunnerStart, Step
 from training.contract.recipe import Budget
-
-BUDGET = Budget(max_usd=1, upload_s=100, stall_s=15)
 
 
 def test_the_first_and_the_last_loss_are_those_of_the_steps_seen() -> None:
@@ -46,58 +42,6 @@ def test_phases_done_on_an_earlier_box_are_known_from_the_runners_first_word() -
     view = RunView()
     view.absorb([RunnerStart(phases=("cpt", "sft"), done=("cpt",))])
     assert view.done_before == ("cpt",)
-
-
-def uploading(done_bytes: int, total: int = 10_000_000, mbps: float = 1.0) -> RunView:
-    view = RunView()
-    view.absorb(
-        [
-            PhaseStart(phase="sft", step=0, max_steps=1),
-            PhaseEnd(phase="sft", step=1, max_steps=1, complete=True),
-            Transfer(what="upload sft/1", direction="up", done_bytes=done_bytes, total_bytes=total, mbps=mbps),
-        ]
-    )
-    return view
-
-
-def watch_upload(bytes_a_second: float, seconds: int, total: int = 10_000_000) -> None:
-    now = [0.0]
-    watch = UplinkWatch("sft", BUDGET, lambda: now[0])
-    for second in range(seconds):
-        now[0] = float(second)
-        watch(uploading(int(bytes_a_second * second), total))
-
-
-def test_an_upload_in_time_is_left_alone() -> None:
-    watch_upload(bytes_a_second=200_000, seconds=50)
-
-
-def test_an_uplink_of_0_38_MB_a_second_is_given_up_long_before_its_budget_is_spent() -> None:
-    """One host uploaded 7 GB at 0.38 MB/s: five hours of idle GPU. Here 100 MB have 100 s."""
-    with pytest.raises(TransferFailed, match="Mbps"):
-        watch_upload(bytes_a_second=380_000, seconds=60, total=100_000_000)
-
-
-def test_an_upload_that_stands_still_is_given_up() -> None:
-    with pytest.raises(TransferFailed, match="no byte for"):
-        watch_upload(bytes_a_second=0, seconds=20)
-
-
-def test_an_upload_is_not_judged_while_the_phase_still_trains() -> None:
-    watch = UplinkWatch("sft", BUDGET, lambda: 1e9)
-    watch(RunView())
-
-
-def test_a_checkpoint_that_waits_for_its_turn_is_given_its_whole_budget_and_no_more() -> None:
-    now = [0.0]
-    watch = UplinkWatch("sft", BUDGET, lambda: now[0])
-    view = RunView()
-    view.absorb([PhaseEnd(phase="sft", step=1, max_steps=1, complete=True)])
-    for now[0] in range(100):
-        watch(view)
-    now[0] = 101
-    with pytest.raises(TransferFailed, match="not durable 101 s after training"):
-        watch(view)
 
 
 def step(number: int, **changes: Any) -> Step:

@@ -12,7 +12,9 @@ import pytest
 
 from tasks import install, prefetch, preflight
 from tasks.errors import BoxLost, PreflightFailed, TransferFailed
+from tasks.hosts import kind_of
 from tasks.prefetch import _together
+from tasks.remote.jobs import Jobs
 from tasks.remote.ssh import Remote
 from tasks.rules.stalls import Sample
 from tests.tasks.remote.conftest import SshBox, box, counting_recipe, key_path, link, login, remote  # noqa: F401
@@ -83,6 +85,41 @@ def test_a_stalled_prefetch_fails_the_host_and_names_the_rate(
     with pytest.raises(TransferFailed, match="Mbps") as caught:
         prefetch.watch(ready, impatient, poll_s=0.2)
     assert caught.value.blame == "host"
+
+
+def test_a_host_that_will_not_make_it_is_left_long_before_its_budget_ends(
+    ready: Remote, weed: Weed, uplink: Link, recipe: Recipe
+) -> None:
+    mirror(weed, recipe, 40_000_000)
+    uplink.down_bps = 380_000  # 105 s for what has 30
+    prefetch.start(ready, "t")
+    hasty = recipe.model_copy(update={"budget": recipe.budget.model_copy(update={"prefetch_s": 30})})
+    began = time.monotonic()
+    with pytest.raises(
+        TransferFailed, match=r"too slow: prefetch: .* Mbps are needed for 30 s in all; next offer"
+    ) as caught:
+        prefetch.watch(ready, hasty, poll_s=0.2)
+    assert time.monotonic() - began < 20
+    assert (caught.value.blame, kind_of(caught.value)) == ("host", "network"), "which is how it is remembered"
+    assert Jobs(ready).poll(prefetch.JOB).state == "exited", "it does not go on downloading"
+
+
+def test_the_budget_begins_with_the_download_and_not_when_it_is_first_waited_for(
+    ready: Remote, weed: Weed, uplink: Link, recipe: Recipe
+) -> None:
+    """While packages install it is looked at as well, so a host that will not make it does not install first."""
+    mirror(weed, recipe)
+    uplink.freeze()
+    prefetch.start(ready, "t")
+    now = [0.0]
+    watched = prefetch.Prefetch(ready, recipe, clock=lambda: now[0])
+    assert watched.look() is False
+    now[0] = recipe.budget.prefetch_s + 1.0
+    jobs = Jobs(ready)
+    jobs.start("installing", "t", ["sleep", "60"])
+    with pytest.raises(TransferFailed, match="over budget"):
+        install.follow(jobs, "installing", budget_s=60, ears=install.Ears(meanwhile=watched.look))
+    jobs.stop("installing", 1)
 
 
 def test_a_rebooted_box_loses_its_prefetch(

@@ -262,5 +262,15 @@ def test_a_fresh_run_has_a_name_of_its_own(prepared: Callable[[Change], Run], tm
     assert again.recipe.name == f"counting-{FLOW_RUN[:8]}"
 
 
+@pytest.mark.parametrize(("skew_s", "word"), [(-1200, "behind"), (1200, "ahead of")])
+def test_a_machine_whose_clock_is_wrong_rents_nothing(
+    prepared: Callable[[Change], Run], monkeypatch: pytest.MonkeyPatch, skew_s: float, word: str
+) -> None:
+    """Its leases would be old when they are written, and the reaper would take its boxes for dead ones."""
+    monkeypatch.setattr(Store, "server_time", lambda self: time.time() - skew_s)
+    with pytest.raises(UserError, match=f"1200 s {word} the bucket's.*set the clock"):
+        prepared(environment())
+
+
 def test_errors_of_ours_carry_the_exit_code_that_scripts_rely_on() -> None:
     assert (UserError.exit_code, NoOffers.exit_code, LiveryError.exit_code) == (2, 3, 1)

@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.domain import Attempt, Charge, Flight, Receipt, ReceiptLine, Span
+from tasks.domain import Attempt, Charge, Flight, Listing, Receipt, ReceiptLine, Span
 from tasks.receipt import (
     _attempt_lines,
+    _receipt,
     booked_for_good,
     booked_until,
     dollars,
@@ -47,6 +48,37 @@ def test_time_is_split_by_seconds_and_bytes_go_to_the_step_that_moved_them() -> 
     assert by_step["prefetch"] == pytest.approx(0.06 + 0.10)
     assert by_step["upload sft"] == pytest.approx(0.06 + 0.02)
     assert by_step["phase sft"] == pytest.approx(0.48)
+
+
+def test_bandwidth_is_on_the_receipt_by_its_direction_and_a_decision_with_its_costs() -> None:
+    decision = "upload sft/40: 6.95 GB of 7.00 GB left at 3.0 Mbps; waiting $6.50, another box $1.23: the box is left"
+    flown = Flight(
+        flow_run_id="f",
+        run="r",
+        started_at=0,
+        planned_usd=1.0,
+        max_usd=2.0,
+        market="vast",
+        attempts=(attempt(decisions=(decision,)),),
+        ended_at=660,
+        outcome="completed",
+    )
+    receipt = _receipt(flown, Booked(), "flow", 660)  # type: ignore[arg-type]
+    for text in (table(receipt), markdown(receipt)):
+        assert "bytes down $0.1000" in text and "bytes up $0.0200" in text
+        assert f"box 7: {decision}" in text
+
+
+class Booked:
+    """A market that has the charges above on its books, and nothing left."""
+
+    owned = False
+
+    def charges(self, ids: tuple[int, ...], since: float, until: float) -> list[Charge]:
+        return [charge.model_copy(update={"until": until}) for charge in CHARGES if charge.instance_id in ids]
+
+    def list_all(self) -> Listing:
+        return Listing(instances=(), account_id="1", complete=True)
 
 
 def test_a_box_that_did_nothing_of_use_is_wasted_whole_with_its_reason() -> None:

@@ -146,3 +146,27 @@ def test_a_dead_man_that_a_few_lost_renewals_set_off_is_refused(environment: pyt
         read_settings()
     environment.setenv("LIVERY_DEADMAN_SILENT_S", "300")
     assert read_settings().deadman_silent_s == 300
+
+
+def test_a_bucket_by_its_block_needs_no_other_setting_of_it(environment: pytest.MonkeyPatch) -> None:
+    for name in ("BUCKET", "S3_REGION", "S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY"):
+        environment.delenv(f"LIVERY_{name}")
+    environment.setenv("LIVERY_S3_BLOCK", "s3-bucket/mine")
+    assert read_settings().bucket == ""
+    environment.setenv("LIVERY_S3_BLOCK", "mine")
+    with pytest.raises(UserError, match="LIVERY_S3_BLOCK: "):
+        read_settings()
+
+
+def test_a_box_key_that_is_asked_for_needs_no_static_one_but_a_role_needs_its_name(
+    environment: pytest.MonkeyPatch,
+) -> None:
+    environment.delenv("LIVERY_BOX_S3_ACCESS_KEY_ID")
+    environment.delenv("LIVERY_BOX_S3_SECRET_ACCESS_KEY")
+    with pytest.raises(UserError, match="LIVERY_BOX_S3_ACCESS_KEY_ID: is not set"):
+        read_settings()
+    environment.setenv("LIVERY_BOX_S3_CREDENTIALS", "federation")
+    assert read_settings().box_s3_session_s == 3600
+    environment.setenv("LIVERY_BOX_S3_CREDENTIALS", "role")
+    with pytest.raises(UserError, match="LIVERY_BOX_S3_ROLE_ARN: is not set"):
+        read_settings()

@@ -32,7 +32,7 @@ from tests.training.conftest import recipe_of
 from training import evaluate, liveness, tiny
 from training.box.folder import FolderStore
 from training.box.store import sha256_of
-from training.checkpoint import Checkpoints, Found, Identity, Uploader
+from training.checkpoint import Checkpoints, Found, Identity
 from training.contract.events import EventLog, Guard, read_events
 from training.contract.manifest import REQUIRED_FILES
 from training.contract.recipe import Assignment, Recipe
@@ -40,6 +40,7 @@ from training.errors import LivenessError
 from training.model import attach, load_base
 from training.phases import common, grpo
 from training.phases.desk import Desk, Home, Pulse
+from training.uploader import Uploader
 
 _SIZES = {
     "num_hidden_layers": 2,

@@ -234,10 +234,11 @@ def desk_of(box: Box, phase: str, start: Path | None = None, stop: Any = None) -
     """A phase's desk in the box's folder, for a test that calls its parts in this process. Close its uploader."""
     import threading
 
-    from training.checkpoint import Checkpoints, Identity, Uploader
+    from training.checkpoint import Checkpoints, Identity
     from training.contract.events import EventLog
     from training.phases.desk import Desk, Home, Pulse
     from training.runner import versions
+    from training.uploader import Uploader
 
     home = Home(box.root)
     assignment = Assignment.model_validate_json(box.assignment.read_text())

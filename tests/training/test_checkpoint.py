@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,168 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.training.conftest import BUCKET, place_box, recipe_of
+from tests.training.checkpoints import NAMES, checkpoint, manifest, steps, wait
+from tests.training.conftest import place_box, recipe_of
+from training.box.child import Fenced
+from training.box.light import TRAINERS_OWN
 from training.box.store import Store
-from training.box.transfer import Fenced
-from training.checkpoint import Checkpoints, Identity, Uploader, UploadFailed
+from training.checkpoint import Checkpoints, Identity
 from training.contract import layout
 from training.contract.claims import ClaimError
 from training.contract.manifest import REQUIRED_FILES, Manifest, ManifestError, Parent
-
-NAMES = ("state.json", "weights.bin")
-
-
-def manifest(run: str, phase: str, step: int, max_steps: int = 10) -> Manifest:
-    return Manifest(
-        run=run,
-        phase=phase,
-        step=step,
-        max_steps=max_steps,
-        created_at=0.0,
-        phase_digest="d",
-        data_sha256="",
-        parent=None,
-        versions={},
-        files={},
-    )
-
-
-def checkpoint(directory: Path, step: int) -> Path:
-    directory = directory / f"checkpoint-{step}"
-    directory.mkdir(parents=True)
-    for name in NAMES:
-        (directory / name).write_text(f"{directory.parent.name} {step} {name}")
-    return directory
-
-
-def uploader_of(tmp_path: Path, s3: dict[str, str], run: str, **options: object) -> tuple[Uploader, list[str], Store]:
-    recipe = recipe_of("counting")
-    brief = recipe.budget.model_copy(update={"stall_s": 2, "upload_s": 3})  # how long a dead link is tried
-    bucket = BUCKET if s3 else f"folder:{tmp_path / 'bucket'}"
-    box = place_box(tmp_path / "box", s3, recipe.model_copy(update={"budget": brief}), run, bucket=bucket)
-    store, said = Store.from_environment(bucket, s3), []
-    staging = tmp_path / "box" / "work" / "staging"
-    checkpoints = Checkpoints(store, run, staging, lambda what, reason: said.append(f"{what}: {reason}"))
-    notice = checkpoints._notice
-    return Uploader(box.assignment, staging, checkpoints, notice, **options), said, store  # type: ignore[arg-type]
-
-
-@pytest.fixture
-def s3_here(s3: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """The server's address and key in this process's environment, which the transfers inherit."""
-    for name, value in s3.items():
-        monkeypatch.setenv(name, value)
-    return s3
-
-
-def steps(store: Store, run: str, phase: str) -> list[int]:
-    return [int(info.key[-13:-5]) for info in store.list(layout.phase_manifests(run, phase))]
-
-
-def wait(uploader: Uploader) -> None:
-    for _ in range(120):
-        if uploader.wait(0.5):
-            return
-    raise AssertionError("uploads did not end within a minute")
-
-
-def test_the_newest_waiting_checkpoint_wins_and_a_final_one_is_never_dropped(
-    tmp_path: Path, s3_here: dict[str, str]
-) -> None:
-    uploader, _, store = uploader_of(tmp_path, s3_here, "newest")
-    for phase, step in (("cpt", 10), ("sft", 2), ("sft", 4), ("sft", 6)):
-        uploader.stage(checkpoint(tmp_path / phase, step), NAMES, manifest("newest", phase, step))
-    wait(uploader)
-    uploader.close()
-    assert steps(store, "newest", "cpt") == [10]
-    assert steps(store, "newest", "sft") == [6], "the first upload takes a second, in which newer ones replaced 2 and 4"
-
-
-def test_staged_files_survive_the_trainers_rotation(tmp_path: Path) -> None:
-    uploader, _, store = uploader_of(tmp_path, {}, "rotation")
-    directory = checkpoint(tmp_path / "cpt", 10)
-    uploader.stage(directory, NAMES, manifest("rotation", "cpt", 10))
-    for name in NAMES:
-        os.unlink(directory / name)
-    wait(uploader)
-    uploader.close()
-    assert steps(store, "rotation", "cpt") == [10]
-
-
-def test_an_unfinished_phase_keeps_its_last_two(tmp_path: Path) -> None:
-    uploader, _, store = uploader_of(tmp_path, {}, "two")
-    for step in (2, 4, 6):
-        uploader.stage(checkpoint(tmp_path / "cpt", step), NAMES, manifest("two", "cpt", step))
-        wait(uploader)
-    uploader.close()
-    assert steps(store, "two", "cpt") == [4, 6]
-
-
-def test_what_was_begun_from_an_older_end_of_the_phase_before_never_pushes_a_new_checkpoint_out(tmp_path: Path) -> None:
-    """The phase before had to be trained again: the old, finished checkpoint of this one lies at a later step than the new ones."""
-    uploader, _, store = uploader_of(tmp_path, {}, "again")
-    for step, sha256 in ((10, "a"), (2, "b"), (4, "b")):
-        parent = Parent(key=layout.manifest("again", "cpt", 9), sha256=sha256 * 64)
-        begun = manifest("again", "sft", step).model_copy(update={"parent": parent})
-        uploader.stage(checkpoint(tmp_path / "sft", step), NAMES, begun)
-        wait(uploader)
-    uploader.close()
-    assert steps(store, "again", "sft") == [2, 4]
-
-
-def test_a_last_checkpoint_that_cannot_be_uploaded_is_given_up_and_blamed_on_the_box(
-    tmp_path: Path, s3_here: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uploader, said, _ = uploader_of(tmp_path, s3_here, "dead", attempts=2, pauses_s=(0.1,))
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:9")
-    uploader.stage(checkpoint(tmp_path / "cpt", 10), NAMES, manifest("dead", "cpt", 10))
-    with pytest.raises(UploadFailed, match="failed 2 times") as caught:
-        wait(uploader)
-    uploader.close()
-    assert not caught.value.user_fault
-    assert len(said) == 2
-
-
-def test_a_bucket_that_refuses_is_the_users_fault_and_not_tried_again(
-    tmp_path: Path, s3_here: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    uploader, said, _ = uploader_of(tmp_path, s3_here, "denied")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    uploader.stage(checkpoint(tmp_path / "cpt", 10), NAMES, manifest("denied", "cpt", 10))
-    with pytest.raises(UploadFailed) as caught:
-        wait(uploader)
-    uploader.close()
-    assert caught.value.user_fault
-    assert len(said) == 1
-
-
-def test_what_waits_at_the_end_stays_staged_with_its_manifest(tmp_path: Path, s3_here: dict[str, str]) -> None:
-    uploader, _, store = uploader_of(tmp_path, s3_here, "staged", python="/nowhere/python", pauses_s=(60.0,))
-    uploader.stage(checkpoint(tmp_path / "cpt", 10), NAMES, manifest("staged", "cpt", 10))
-    uploader.close()
-    staged = tmp_path / "box" / "work" / "staging" / "cpt_00000010"
-    assert sorted(path.name for path in staged.iterdir()) == ["manifest.json", *NAMES]
-    assert steps(store, "staged", "cpt") == []
-
-
-@pytest.mark.parametrize("fault", ["not an error that is expected", "a disk too full for a notice"])
-def test_a_fault_in_the_uploader_is_an_error_of_the_run_and_never_a_silence(
-    tmp_path: Path, s3_here: dict[str, str], fault: str
-) -> None:
-    """With its thread dead, an empty queue would look like durable checkpoints, and a full one would be waited for till the hard end."""
-    python = "/nowhere\0/python" if fault.startswith("not") else "/nowhere/python"
-    uploader, _, _ = uploader_of(tmp_path, s3_here, "fault", python=python, attempts=2, pauses_s=(0.1,))
-
-    def full(what: str, reason: str) -> None:
-        raise OSError(28, "No space left on device")
-
-    if fault.startswith("a disk"):
-        uploader.notice = full
-    uploader.stage(checkpoint(tmp_path / "cpt", 10), NAMES, manifest("fault", "cpt", 10))
-    with pytest.raises(UploadFailed, match="failed 2 times"):
-        wait(uploader)
-    uploader.close()
-
+from training.uploader import Uploader
 
 # Going on from a checkpoint, or not.
 
@@ -370,3 +217,60 @@ def test_a_claim_that_cannot_be_read_stops_everybody(shelf: Shelf) -> None:
     shelf.store.put_bytes(layout.claim("r", 1), b"{")
     with pytest.raises(ClaimError, match=r"00000001\.json"):
         shelf.checkpoints.take_claim("f", 1)
+
+
+# The light form: an adapter to use, and what the next phase can begin from.
+
+
+def put_light(shelf: Shelf, step: int, **changes: Any) -> Parent:
+    """A light checkpoint without the full one that it stands for."""
+    full = Parent(key=layout.manifest("r", "sft", step), sha256="f" * 64)
+    key = shelf.put(step, stands_for=full.model_dump(), **changes)
+    text = shelf.store.get_bytes(key) or b""
+    light = Manifest.model_validate_json(text)
+    kept = {name: entry for name, entry in light.files.items() if name not in TRAINERS_OWN}
+    shelf.store.delete(key)
+    text = light.model_copy(update={"files": kept}).model_dump_json().encode()
+    shelf.store.put_bytes(layout.light_manifest("r", "sft", step), text)
+    return full
+
+
+def test_a_phase_whose_end_is_only_there_in_its_light_form_is_done_and_the_next_one_begins_from_what_it_stands_for(
+    shelf: Shelf,
+) -> None:
+    full = put_light(shelf, 10)
+    (found,) = shelf.checkpoints.newest_first("sft", IDENTITY)
+    assert found.manifest.complete and found.as_parent == full
+    assert shelf.checkpoints.fetch(found, shelf.root / "into") is not None
+    assert not (shelf.root / "into" / "optimizer.pt").exists()
+
+
+def test_training_never_goes_on_from_a_light_checkpoint(shelf: Shelf) -> None:
+    """Without the optimizer's state it would go on with a fresh one and say nothing."""
+    shelf.put(2)
+    put_light(shelf, 4)
+    assert shelf.usable() == [2]
+    assert len(shelf.said) == 1 and "is light" in shelf.said[0]
+
+
+def test_the_full_form_is_taken_where_both_are(shelf: Shelf) -> None:
+    put_light(shelf, 10)
+    shelf.put(10)
+    assert [each.manifest.light for each in shelf.checkpoints.newest_first("sft", IDENTITY)] == [False, True]
+
+
+def test_retention_keeps_what_a_light_checkpoint_names(shelf: Shelf) -> None:
+    shelf.checkpoints.take_claim("f", 1)
+    shelf.put(2, claim=1)
+    put_light(shelf, 10, claim=1)
+    shelf.checkpoints.retain("sft", PARENT)
+    assert [each.manifest.step for each in shelf.checkpoints.newest_first("sft", IDENTITY)] == [10]
+    assert shelf.usable() == [10]
+
+
+@pytest.mark.parametrize("name", REQUIRED_FILES)
+def test_a_checkpoint_with_an_empty_file_is_left_out(shelf: Shelf, name: str) -> None:
+    entry = {"sha256": hashlib.sha256(b"").hexdigest(), "bytes": 0}
+    files = {other: {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)} for other, data in FILES.items()}
+    shelf.put(4, files=files | {name: entry})
+    assert shelf.usable() == [] and f"{name} has 0 bytes" in shelf.said[0]

@@ -41,14 +41,22 @@ class FolderStore(Store):
             return path.read_bytes() if path.is_file() else None
 
     def put_bytes(
-        self, key: str, data: bytes, *, create_only: bool = False, content_type: str = "application/json"
+        self,
+        key: str,
+        data: bytes,
+        *,
+        create_only: bool = False,
+        replaces: str | None = None,
+        content_type: str = "application/json",
     ) -> None:
-        """As in Store; StoreConflict if `create_only` and another content is already there."""
+        """As in Store."""
         with self._explained("write", key), self._half(key) as (file, unfinished):
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            if not create_only:
+            if replaces and self.version(key) not in (replaces, hashlib.sha256(data).hexdigest()):
+                raise StoreConflict(f"{self.where}: {key} has changed meanwhile")
+            if replaces or not create_only:
                 os.replace(unfinished, self._path(key))
                 return
             try:
@@ -60,6 +68,10 @@ class FolderStore(Store):
     def size(self, key: str) -> int | None:
         path = self._path(key)
         return path.stat().st_size if path.is_file() else None
+
+    def version(self, key: str) -> str | None:
+        path = self._path(key)
+        return sha256_of(path) if path.is_file() else None
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         top = self._path(prefix.rpartition("/")[0])
@@ -118,6 +130,7 @@ class FolderStore(Store):
         path: Path,
         *,
         progress: Progress = lambda done, total: None,
+        moved: Moved = lambda taken: None,
         expect_bytes: int | None = None,
         expect_sha256: str | None = None,
         attempts: int = 5,
@@ -137,7 +150,12 @@ class FolderStore(Store):
             part = path.with_name(f"{path.name}.part")
             shutil.copyfile(source, part)
             os.replace(part, path)
+        moved(size)
         progress(size, size)
+
+    def copy(self, source: str, key: str, *, sha256: str) -> int:
+        self.upload_file(self._path(source), key, sha256=sha256)
+        return self._path(source).stat().st_size
 
     def abort_uploads(self, prefix: str) -> int:
         """Remove what killed writers left under a prefix; how many files."""

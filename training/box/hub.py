@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from training.box.store import StoreDenied, StoreError, StoreUnreachable
+from training.box.store import MachineFault, StoreDenied, StoreError, StoreUnreachable, disk_fault
 
 # Weights in formats that are not loaded, and other people's conversions.
 IGNORED = ("*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*", "*.md", ".gitattributes")
 Progress = Callable[[int, int], None]
 _PROBE_PARTS = 4
+_WORKERS = (4, 2, 1)
+"""Files at once, by the try: many connections have brought the rate down to nothing."""
 
 
 def settings(attempt: int) -> dict[str, str]:
@@ -26,6 +29,7 @@ def settings(attempt: int) -> dict[str, str]:
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
         "HF_HUB_OFFLINE": "0",  # training runs offline; this is the one moment that may not
+        "HF_HUB_DOWNLOAD_TIMEOUT": "30",
         "TOKIO_WORKER_THREADS": "8",
     }
     return {**chosen, "HF_HUB_DISABLE_XET": "1"} if attempt else {**chosen, "HF_XET_HIGH_PERFORMANCE": "1"}
@@ -37,30 +41,58 @@ def download_model(source: str, folder: Path, progress: Progress, attempt: int) 
     Progress counts bytes on disk, resumed ones among them. StoreError names a file whose size or sha256 is not the hub's.
     """
     os.environ.update(settings(attempt))
-    import fnmatch
-
-    from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub import snapshot_download
 
     name, _, commit = source.removeprefix("hub:").partition("@")
-    try:
-        info = HfApi().model_info(name, revision=commit, files_metadata=True)
-        files = [f for f in info.siblings or [] if not any(fnmatch.fnmatch(f.rfilename, p) for p in IGNORED)]
+    with _explained(source):
+        files = _files(source)
         total = sum(file.size or 0 for file in files)
+        names = [file.rfilename for file in files]
+        workers = _WORKERS[min(attempt, len(_WORKERS) - 1)]
         with _Watch(folder, total, progress):
-            snapshot_download(
-                name, revision=commit, local_dir=folder, allow_patterns=[f.rfilename for f in files], max_workers=4
-            )
-    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
-        raise StoreDenied(
-            f"hub {name}@{commit[:12]}: {type(error).__name__}: check the name, the commit and HF_TOKEN"
-        ) from None
-    except (HfHubHTTPError, OSError) as error:
-        why = (isinstance(error, OSError) and error.strerror) or type(error).__name__
-        raise StoreUnreachable(f"hub {name}@{commit[:12]}: {why}") from None
+            snapshot_download(name, revision=commit, local_dir=folder, allow_patterns=names, max_workers=workers)
     known = {f"model/{file.rfilename}": _verified(folder / file.rfilename, file) for file in files}
     progress(total, total)
     return known
+
+
+def digests(source: str) -> dict[str, tuple[int | None, str | None]]:
+    """Path → size and sha256, as the hub states them, of the files that a download of `hub:OWNER/NAME@COMMIT` brings; the sha256 of small
+    files is not known to it. StoreDenied or StoreUnreachable as in `download_model`."""
+    os.environ.update(settings(1))
+    with _explained(source):
+        return {file.rfilename: (file.size, file.lfs.sha256 if file.lfs else None) for file in _files(source)}
+
+
+def _files(source: str) -> list[Any]:
+    """What the hub has of the model at its commit, without what nobody loads."""
+    import fnmatch
+
+    from huggingface_hub import HfApi
+
+    name, _, commit = source.removeprefix("hub:").partition("@")
+    info = HfApi().model_info(name, revision=commit, files_metadata=True)
+    return [f for f in info.siblings or [] if not any(fnmatch.fnmatch(f.rfilename, p) for p in IGNORED)]
+
+
+@contextlib.contextmanager
+def _explained(source: str) -> Iterator[None]:
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+
+    name, _, commit = source.removeprefix("hub:").partition("@")
+    where = f"hub {name}@{commit[:12]}"
+    try:
+        yield
+    except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise StoreDenied(f"{where}: {type(error).__name__}: check the name, the commit and HF_TOKEN") from None
+    except (
+        HfHubHTTPError.__bases__[0],
+        OSError,
+    ) as error:  # first its HTTP client's own error, whichever client that is
+        if isinstance(error, OSError) and (fault := disk_fault(error)):
+            raise MachineFault(f"{where}: {fault}") from None
+        why = (isinstance(error, OSError) and error.strerror) or type(error).__name__
+        raise StoreUnreachable(f"{where}: {why}") from None
 
 
 def measure_down(source: str, size: int, seconds: float) -> float:
@@ -130,6 +162,7 @@ class _Watch:
         self._thread = threading.Thread(target=self._run, daemon=True)
 
     def __enter__(self) -> None:
+        self._report()  # what an earlier try left, before this one adds to it
         self._thread.start()
 
     def __exit__(self, *error: object) -> None:
@@ -138,5 +171,11 @@ class _Watch:
 
     def _run(self) -> None:
         while not self._stop.wait(1.0):
-            done = sum(path.stat().st_blocks * 512 for path in self._folder.rglob("*") if path.is_file())
-            self._progress(min(done, self._total - 1), self._total)
+            self._report()
+
+    def _report(self) -> None:
+        done = 0
+        for path in self._folder.rglob("*"):
+            with contextlib.suppress(FileNotFoundError):  # half files are renamed when they are whole
+                done += path.stat().st_blocks * 512 if path.is_file() else 0
+        self._progress(max(0, min(done, self._total - 1)), self._total)

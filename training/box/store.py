@@ -14,17 +14,21 @@ import errno
 import functools
 import hashlib
 import io
+import itertools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from datetime import datetime
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError
+
+from training.box.supervisor import read_env_file
 
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
@@ -33,7 +37,15 @@ Moved = Callable[[int], None]
 MIN_PART_BYTES = 5 << 20  # S3's own floor for all parts but the last
 PART_BYTES = 8 << 20
 MAX_PARTS = 10_000
-_DENIED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "AuthFailure"}
+COPY_BYTES = 1 << 30  # S3 copies at most 5 GB in one request, and a smaller one answers sooner
+# Parts between two looks whether more connections would be faster, and how much faster they must be.
+_STEADY_PARTS = 32
+_WORTH_IT = 1.2
+EXPIRY_VARIABLE = "AWS_CREDENTIAL_EXPIRATION"
+KEY_VARIABLES = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", EXPIRY_VARIABLE)
+PRIVATE_ENV_VARIABLE = "LIVERY_PRIVATE_ENV"
+_DENIED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "AuthFailure"}
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"}
 _CONFLICT = {"PreconditionFailed", "ConditionalRequestConflict"}
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 # Damage or haste on the way, not a verdict on the request.
@@ -53,7 +65,11 @@ class StoreDenied(StoreError):
 
 
 class StoreConflict(StoreError):
-    """412: the object is already there and `create_only` was asked."""
+    """412: the object is already there and `create_only` was asked, or is no longer the one that was to be replaced."""
+
+
+class MachineFault(StoreError):
+    """This machine's own fault, its disk or its clock: no other setting helps, another machine does."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +92,40 @@ def _session() -> Any:
     return boto3.session.Session()
 
 
+class _StillExpired(Exception):
+    pass
+
+
+def _renewing_session(private_env: Path, key: dict[str, Any], expires: str) -> Any:
+    """A session whose key is read again from the private file shortly before it expires."""
+    import boto3
+    import botocore.session
+    from botocore.credentials import RefreshableCredentials
+
+    def renew() -> dict[str, Any]:
+        fresh = read_env_file(str(private_env)) if private_env.exists() else {}
+        until = fresh.get(EXPIRY_VARIABLE, expires)
+        if datetime.fromisoformat(until).timestamp() <= time.time():
+            raise _StillExpired(f"{private_env.name} holds one that was good until {until}; the flow renews it there")
+        names = {"access_key": "AWS_ACCESS_KEY_ID", "secret_key": "AWS_SECRET_ACCESS_KEY", "token": "AWS_SESSION_TOKEN"}
+        return {name: fresh.get(variable) for name, variable in names.items()} | {"expiry_time": until}
+
+    first = {
+        "access_key": key["aws_access_key_id"],
+        "secret_key": key["aws_secret_access_key"],
+        "token": key["aws_session_token"],
+        "expiry_time": expires,
+    }
+    session = botocore.session.get_session()
+    session._credentials = RefreshableCredentials.create_from_metadata(first, renew, "livery-private-env")
+    return boto3.session.Session(botocore_session=session)
+
+
+def _renewed_in(environ: Mapping[str, str]) -> Path | None:
+    expires, place = environ.get(EXPIRY_VARIABLE), environ.get(PRIVATE_ENV_VARIABLE)
+    return Path(place) if expires and place else None
+
+
 class Store:
     """One bucket. Thread-safe; every call gives up by itself (a few attempts, `stall_s` each)."""
 
@@ -89,23 +139,33 @@ class Store:
         secret_access_key: str,
         stall_s: float = 15,
         session_token: str | None = None,
+        private_env: Path | None = None,
+        expires: str = "",
     ) -> None:
+        """`private_env`: where a key that `expires` (ISO 8601) is renewed while the store is in use."""
         self.bucket = bucket
         self.where = f"bucket '{bucket}'" + (f" at {endpoint_url}" if endpoint_url else "")
+        key: dict[str, Any] = {
+            "aws_access_key_id": access_key_id,
+            "aws_secret_access_key": secret_access_key,
+            "aws_session_token": session_token,
+        }
         with _making_a_client:
-            self._client: Any = _session().client(
+            session, key = (_renewing_session(private_env, key, expires), {}) if private_env else (_session(), key)
+            self._client: Any = session.client(
                 "s3",
                 endpoint_url=endpoint_url,
                 region_name=region,
-                aws_access_key_id=access_key_id,
-                aws_secret_access_key=secret_access_key,
-                aws_session_token=session_token,
                 config=_config(stall_s, path_style=endpoint_url is not None),
+                **key,
             )
 
     @classmethod
     def from_environment(cls, bucket: str, environ: Mapping[str, str] = os.environ, *, stall_s: float = 15) -> Store:
-        """A store from the usual AWS_* variables; StoreError names each one that is missing. `folder:/path` is a folder of this machine."""
+        """A store from the usual AWS_* variables; StoreError names each one that is missing. `folder:/path` is a folder of this machine.
+
+        With AWS_CREDENTIAL_EXPIRATION the key is read again, before it expires, from the file that LIVERY_PRIVATE_ENV names.
+        """
         if bucket.startswith("folder:"):
             from training.box.folder import FolderStore
 
@@ -120,6 +180,8 @@ class Store:
             access_key_id=environ["AWS_ACCESS_KEY_ID"],
             secret_access_key=environ["AWS_SECRET_ACCESS_KEY"],
             session_token=environ.get("AWS_SESSION_TOKEN") or None,
+            private_env=_renewed_in(environ),
+            expires=environ.get(EXPIRY_VARIABLE, ""),
             stall_s=stall_s,
         )
 
@@ -140,10 +202,17 @@ class Store:
             return None
 
     def put_bytes(
-        self, key: str, data: bytes, *, create_only: bool = False, content_type: str = "application/json"
+        self,
+        key: str,
+        data: bytes,
+        *,
+        create_only: bool = False,
+        replaces: str | None = None,
+        content_type: str = "application/json",
     ) -> None:
-        """Write a small object whole. StoreConflict if `create_only` and another content is already there."""
-        condition = {"IfNoneMatch": "*"} if create_only else {}
+        """Write a small object whole. StoreConflict if another content is already there and `create_only` was asked, or if what is there is not
+        the `version` that it `replaces`."""
+        condition = {"IfMatch": replaces} if replaces else {"IfNoneMatch": "*"} if create_only else {}
 
         def put() -> None:
             self._client.put_object(
@@ -166,6 +235,11 @@ class Store:
         """Bytes of the object; None only if the bucket says that this key does not exist."""
         head = self._head(key)
         return None if head is None else int(head["ContentLength"])
+
+    def version(self, key: str) -> str | None:
+        """What `put_bytes(replaces=…)` takes: it changes with the content. None only if the bucket says that this key does not exist."""
+        head = self._head(key)
+        return None if head is None else str(head["ETag"])
 
     def list(self, prefix: str) -> list[ObjectInfo]:
         """All objects under a prefix, all pages, in key order."""
@@ -229,11 +303,13 @@ class Store:
         path: Path,
         *,
         progress: Progress = lambda done, total: None,
+        moved: Moved = lambda taken: None,
         expect_bytes: int | None = None,
         expect_sha256: str | None = None,
         attempts: int = 5,
     ) -> None:
-        """Fetch an object to `path`: resumes an interrupted download, verifies, and only then gives it its name.
+        """Fetch an object to `path`: resumes an interrupted download, verifies, and only then gives it its name. `moved(n)` counts what came
+        over the line.
 
         Checked are the size, the sha256 (the expected one, else the one in the object's metadata) and, failing both, a plain
         MD5 ETag. StoreError if they differ: the part file is deleted, for what is wrong now would be wrong again.
@@ -247,13 +323,51 @@ class Store:
         path.parent.mkdir(parents=True, exist_ok=True)
         # The ETag in the name keeps a part of an older version of the object from being continued.
         part = path.with_name(f"{path.name}.{etag[:16]}.part")
-        self._fetch(key, part, size, head["ETag"], progress, attempts)
+        self._fetch(key, part, size, head["ETag"], progress, moved, attempts)
         wanted = expect_sha256 or head["Metadata"].get("sha256")
         problem = _mismatch(part, size, wanted, etag)
         if problem:
             part.unlink()
             raise StoreError(f"{self.where}: {key}: {problem}; what was downloaded is deleted")
         os.replace(part, path)
+
+    def copy(self, source: str, key: str, *, sha256: str) -> int:
+        """Put one object's content under another key without it crossing this machine's line; its bytes. StoreError if it is not there."""
+        size = self.size(source)
+        if size is None:
+            raise StoreError(f"{self.where}: {source} does not exist")
+        if self._holds(key, size, sha256):
+            return size
+        place = {"Bucket": self.bucket, "Key": key}
+        origin, metadata = {"Bucket": self.bucket, "Key": source}, {"sha256": sha256}
+        if size <= COPY_BYTES:
+            self._ask(
+                "copy",
+                source,
+                lambda: self._client.copy_object(
+                    **place, CopySource=origin, Metadata=metadata, MetadataDirective="REPLACE"
+                ),
+            )
+            return size
+        upload = self._ask("write", key, lambda: self._client.create_multipart_upload(**place, Metadata=metadata))
+        upload_id, parts = upload["UploadId"], []
+        for number, begin in enumerate(range(0, size, COPY_BYTES), 1):
+            span = f"bytes={begin}-{min(size, begin + COPY_BYTES) - 1}"
+            reply = self._ask(
+                "copy",
+                source,
+                lambda number=number, span=span: self._client.upload_part_copy(  # type: ignore[misc]
+                    **place, UploadId=upload_id, PartNumber=number, CopySource=origin, CopySourceRange=span
+                ),
+            )
+            parts.append({"PartNumber": number, "ETag": reply["CopyPartResult"]["ETag"]})
+        whole = {"Parts": parts}
+        self._ask(
+            "complete",
+            key,
+            lambda: self._client.complete_multipart_upload(**place, UploadId=upload_id, MultipartUpload=whole),
+        )
+        return size
 
     def abort_uploads(self, prefix: str) -> int:
         """Abort unfinished multipart uploads under a prefix (they are billed until then); how many there were."""
@@ -262,11 +376,13 @@ class Store:
             self._abort(key, upload_id)
         return len(uploads)
 
-    def _fetch(self, key: str, part: Path, size: int, etag: str, progress: Progress, attempts: int) -> None:
+    def _fetch(
+        self, key: str, part: Path, size: int, etag: str, progress: Progress, moved: Moved, attempts: int
+    ) -> None:
         failures = 0
         while (start := part.stat().st_size if part.exists() else 0) < size or not part.exists():
             try:
-                self._fetch_from(key, part, start, size, etag, progress)
+                self._fetch_from(key, part, start, size, etag, progress, moved)
             except StoreUnreachable:
                 grown = part.exists() and part.stat().st_size > start
                 failures = 0 if grown else failures + 1
@@ -274,7 +390,9 @@ class Store:
                     raise
                 time.sleep(_pause(failures))
 
-    def _fetch_from(self, key: str, part: Path, start: int, size: int, etag: str, progress: Progress) -> None:
+    def _fetch_from(
+        self, key: str, part: Path, start: int, size: int, etag: str, progress: Progress, moved: Moved
+    ) -> None:
         span = {"Range": f"bytes={start}-"} if start else {}
 
         def fetch() -> None:
@@ -284,6 +402,7 @@ class Store:
                 for chunk in body.iter_chunks(1 << 18):
                     file.write(chunk)
                     done += len(chunk)
+                    moved(len(chunk))
                     progress(done, size)
 
         self._ask("read", key, fetch, attempts=1)
@@ -338,9 +457,11 @@ class Store:
                 return call()
             except ClientError as error:
                 told = self._told(what, key, error)
+            except _StillExpired as error:
+                raise StoreDenied(f"{self.where}: the temporary key has expired: {error}") from None
             except (BotoCoreError, HTTPClientError, OSError) as error:
-                if isinstance(error, OSError) and error.errno in _DISK:
-                    raise StoreError(f"{key}: this machine's disk failed: {error.strerror}") from None
+                if isinstance(error, OSError) and (fault := disk_fault(error)):
+                    raise MachineFault(f"{key}: {fault}") from None
                 told = StoreUnreachable(
                     f"{self.where} does not answer: could not {what} {key} ({_brief(error)})".replace("  ", " ")
                 )
@@ -360,7 +481,13 @@ class Store:
         if code == "NoSuchKey" or (status == 404 and code in ("404", "NotFound", "")):
             return _NoSuchKey(f"{self.where}: {key} does not exist")
         if code == "RequestTimeTooSkewed":
-            return StoreError(f"{self.where}: this machine's clock is more than 15 minutes wrong; set it and try again")
+            return MachineFault(
+                f"{self.where}: this machine's clock is more than 15 minutes wrong; set it, or take another machine"
+            )
+        if code in _EXPIRED:
+            return StoreDenied(
+                f"{self.where}: the temporary key has expired ({code}); start again with a fresh one, or one that lasts as long as the run"
+            )
         if code in _CONFLICT or status == 412:
             return StoreConflict(f"{self.where}: {key} is already there, or has changed meanwhile")
         if status >= 500 or status == 429 or code in _PASSING:
@@ -429,13 +556,19 @@ class _Upload:
 
     def _in_parts(self, workers: int) -> int:
         upload_id, there = self._resume()
+        self._adopt_part_size(there)
         numbers = range(1, -(-self.size // self.part_bytes) + 1)
-        pool = ThreadPoolExecutor(workers)
-        try:
-            parts = list(pool.map(lambda number: self._part(number, upload_id, there), numbers))
-        finally:
-            # The first failure ends the upload; what is queued would only fail again, and is resumable anyway.
-            pool.shutdown(wait=True, cancel_futures=True)
+        with ThreadPoolExecutor(workers) as pool:
+            try:
+                found = pool.map(lambda number: self._arrived(number, there), sorted(set(there) & set(numbers)))
+                parts = [part for part in found if part is not None]
+                known = {part["PartNumber"] for part in parts}
+                missing = [number for number in numbers if number not in known]
+                parts += self._send_missing(missing, upload_id, pool, workers)
+            finally:
+                # The first failure ends the upload; what is queued would only fail again, and is resumable anyway.
+                pool.shutdown(wait=True, cancel_futures=True)
+        parts.sort(key=lambda part: int(part["PartNumber"]))
         self.store._ask(
             "complete",
             self.key,
@@ -444,6 +577,34 @@ class _Upload:
             ),
         )
         return self._sent
+
+    def _send_missing(
+        self, numbers: list[int], upload_id: str, pool: ThreadPoolExecutor, most: int
+    ) -> list[dict[str, Any]]:
+        """Over as few connections as reach the line's rate, found by trying twice as many now and then: what is in flight when an upload is
+        killed must be sent again, and on a line that one connection fills, more of them only make that more."""
+        parts: list[dict[str, Any]] = []
+        width, rates = 1, dict[int, float]()
+        while numbers:
+            trial = next((each for each in (width, 2 * width) if each <= most and each not in rates), None)
+            count = trial if trial else _STEADY_PARTS
+            batch, numbers = numbers[:count], numbers[count:]
+            began = time.monotonic()
+            for each in _at_most(pool, trial or width, batch, lambda number: self._part(number, upload_id)):
+                parts.append(each)
+            if trial is None:
+                width, rates = max(1, width // 2), {}  # the line may have changed
+            elif len(batch) == trial:
+                rates[trial] = trial / max(1e-6, time.monotonic() - began)
+                width = trial if rates[trial] > _WORTH_IT * rates.get(width, 0.0) else width
+        return parts
+
+    def _adopt_part_size(self, there: dict[int, tuple[str, int]]) -> None:
+        """Go on in parts of the size that arrived before: cut otherwise, none of them could be used."""
+        last = max(there, default=0)
+        sizes = {size for number, (_, size) in there.items() if number < last or number == 1}
+        if len(sizes) == 1 and (size := sizes.pop()) >= MIN_PART_BYTES and size * MAX_PARTS >= self.size:
+            self.part_bytes = size
 
     def _resume(self) -> tuple[str, dict[int, tuple[str, int]]]:
         """The unfinished upload of this key that holds most, with its parts; older ones are aborted. A new one if none."""
@@ -489,14 +650,21 @@ class _Upload:
                 return parts
             marker = int(page["NextPartNumberMarker"])
 
-    def _part(self, number: int, upload_id: str, there: dict[int, tuple[str, int]]) -> dict[str, Any]:
+    def _arrived(self, number: int, there: dict[int, tuple[str, int]]) -> dict[str, Any] | None:
+        """The part, if what the bucket has of it is what the file has."""
+        data, (etag, size) = self._cut(number), there[number]
+        if size != len(data) or etag.strip('"') != hashlib.md5(data, usedforsecurity=False).hexdigest():
+            return None
+        self._acknowledged(len(data), sent=False)
+        return {"PartNumber": number, "ETag": etag}
+
+    def _cut(self, number: int) -> bytes:
         with self.path.open("rb") as file:
             file.seek((number - 1) * self.part_bytes)
-            data = file.read(self.part_bytes)
-        etag, size = there.get(number, ("", 0))
-        if size == len(data) and etag.strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest():
-            self._acknowledged(len(data), sent=False)
-            return {"PartNumber": number, "ETag": etag}
+            return file.read(self.part_bytes)
+
+    def _part(self, number: int, upload_id: str) -> dict[str, Any]:
+        data = self._cut(number)
         reply = self.store._ask(
             "write",
             self.key,
@@ -552,6 +720,18 @@ def _config(stall_s: float, *, path_style: bool) -> Any:
     )
 
 
+def _at_most(pool: ThreadPoolExecutor, width: int, items: list[int], call: Callable[[int], T]) -> Iterator[T]:
+    """The results of `call` for all items, at most `width` at a time."""
+    waiting, running = iter(items), set[Future[T]]()
+    while True:
+        running |= {pool.submit(call, item) for item in itertools.islice(waiting, width - len(running))}
+        if not running:
+            return
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        for each in done:
+            yield each.result()
+
+
 def _part_bytes(size: int, asked: int) -> int:
     return max(asked, MIN_PART_BYTES, -(-size // MAX_PARTS))
 
@@ -583,6 +763,16 @@ def _mismatch(path: Path, size: int, sha256: str | None, etag: str) -> str:
     return "" if got == wanted else f"{algorithm} of what arrived is {got[:12]}…, want {wanted[:12]}…"
 
 
-def sha256_of(path: Path) -> str:
+def disk_fault(error: OSError) -> str:
+    """In words, if the disk is to blame for it; else empty."""
+    return f"this machine's disk failed: {error.strerror}" if error.errno in _DISK else ""
+
+
+def sha256_of(path: Path, worked: Moved = lambda count: None) -> str:
+    """`worked(n)` hears of every block: hashing a file of many GB takes as long as a stall."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while block := file.read(1 << 20):
+            digest.update(block)
+            worked(len(block))
+    return digest.hexdigest()

@@ -138,6 +138,10 @@ class Transfer(_Event):
     mbps: float
     eta_s: float | None = None
     finished: bool = False
+    light_bytes: int | None = None
+    """What the light form of this checkpoint has; None if it cannot be sent lighter."""
+    line_bytes: int = 0
+    """Bytes that crossed the line in this transfer so far, all its tries and what was sent again among them: what the market bills."""
 
 
 class CheckpointDurable(_Event):
@@ -149,8 +153,12 @@ class CheckpointDurable(_Event):
     manifest: str
     bytes: int
     """Bytes really sent (blobs already there are not sent again)."""
+    line_bytes: int = 0
+    """Bytes that crossed the line for it, what was sent again among them: what the market bills."""
     seconds: float
     complete: bool
+    light: bool = False
+    """Only the adapter, in bfloat16: the next phase can begin from it, this one cannot go on from it."""
 
 
 class PhaseEnd(_Event):

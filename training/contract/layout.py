@@ -10,6 +10,7 @@ BOX_PRIVATE_ENV = f"{BOX_HOME}/private.env"  # 0600: bucket credentials, hub tok
 BOX_INSTANCE_ENV = f"{BOX_HOME}/instance.env"  # 0600: the per-instance key, written by onstart
 BOX_ALIVE = f"{BOX_HOME}/alive"  # touched by the flow's lease thread; the dead-man switch reads its age
 BOX_EVENTS = f"{BOX_HOME}/events.jsonl"
+BOX_UPLINK = f"{BOX_HOME}/uplink.json"  # written from outside: {"send": "all" | "light", "reason"}
 BOX_ABORTED = f"{BOX_HOME}/aborted.json"  # why the last runner gave up for good; gone when one starts
 BOX_DEVICE_FACTS = f"{BOX_HOME}/device.json"  # what the device probe measured, for whoever trains there
 BOX_JOBS = f"{BOX_HOME}/jobs"
@@ -81,6 +82,25 @@ def phase_manifests(name: str, phase: str) -> str:
 
 def manifest(name: str, phase: str, step: int) -> str:
     return f"{phase_manifests(name, phase)}{step:08d}.json"
+
+
+def light_manifests(name: str, phase: str) -> str:
+    return f"runs/{name}/light/{phase}/"
+
+
+def light_manifest(name: str, phase: str, step: int) -> str:
+    """A checkpoint that was too large for its uplink: the adapter in bfloat16, without the trainer's state."""
+    return f"{light_manifests(name, phase)}{step:08d}.json"
+
+
+def mirror(source: str) -> str:
+    """Prefix of the bucket's own copy of `hub:OWNER/NAME@COMMIT`."""
+    return f"models/{source.removeprefix('hub:')}/"
+
+
+def mirror_list(source: str) -> str:
+    """Written after the mirror's files, with their digests: the mirror exists only when this does."""
+    return f"{mirror(source)}mirror.json"
 
 
 def claims(name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, ValidationError
 
+from training.contract import layout
 from training.contract.events import GroupState
 from training.contract.model import Frozen, explain
 
@@ -67,6 +68,13 @@ class Manifest(Frozen):
     metrics: dict[str, float] = {}
     flow_run_id: str = ""
     attempt: int = 0
+    stands_for: Parent | None = None
+    """Set in a light checkpoint: the full one whose adapter it holds, in bfloat16 and without the trainer's state. Training cannot go on from it in
+    mid-phase; the next phase can begin from it."""
+
+    @property
+    def light(self) -> bool:
+        return self.stands_for is not None
 
     @property
     def complete(self) -> bool:
@@ -76,6 +84,12 @@ class Manifest(Frozen):
     @property
     def total_bytes(self) -> int:
         return sum(entry.bytes for entry in self.files.values())
+
+
+def key_of(run: str, manifest: Manifest) -> str:
+    """Where it lies in the bucket. A light one has a place of its own, where nobody takes it for a full one."""
+    place = layout.light_manifest if manifest.light else layout.manifest
+    return place(run, manifest.phase, manifest.step)
 
 
 def parse_manifest(text: str | bytes, key: str) -> Manifest:

@@ -17,7 +17,7 @@ from training.contract.model import Frozen, explain
 
 PhaseKind = Literal["cpt", "sft", "dpo", "kto", "grpo"]
 Tier = Literal["rtxpro6000", "h200", "b200", "rehearsal"]
-Allowance = Literal["slow_experts", "unpacked", "fewer_groups"]
+Allowance = Literal["slow_experts", "unpacked", "fewer_groups", "light_checkpoints"]
 RUN_NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,39}$")
 PHASE_NAME = re.compile(r"^[a-z][a-z0-9-]{0,23}$")
 
@@ -36,6 +36,8 @@ class Model(Frozen):
     size_gb: float = Field(gt=0)
     """Bytes to prefetch in GB (10^9); sets the prefetch budget and the disk."""
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    mirror: bool = False
+    """Take a hub's model from the bucket's own copy; the first box that has it from the hub uploads that, while nothing else waits for the uplink."""
 
     @field_validator("family")
     @classmethod
@@ -305,7 +307,8 @@ class Recipe(Frozen):
         The data's place is left out too: the manifest holds the sha256 of its content.
         """
         upto = self.phase_names.index(self.phase(name).name) + 1
-        deciding = {"model": True, "adapters": True, "optimizer": True, "seed": True, "trainer": True}
+        model = {"source": True, "family": True, "size_gb": True, "dtype": True}
+        deciding: Any = {"model": model, "adapters": True, "optimizer": True, "seed": True, "trainer": True}
         decides = self.model_dump(mode="json", include=deciding)
         # Without packing the same rows make other steps.
         decides["unpacked"] = "unpacked" in self.allow
@@ -327,6 +330,8 @@ class Assignment(Frozen):
     """Epoch seconds after which the box destroys itself."""
     dph_usd: float = 0.0
     """For the cost shown in events; the bill itself comes from the market."""
+    inet_up_usd_gb: float = Field(0.0, ge=0)
+    """Of the box's uplink: how often a checkpoint is sent depends on it."""
 
 
 def parse_recipe(data: Any, subject: str = "recipe") -> Recipe:

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 
 from training.box.store import Store
-from training.checkpoint import Found, Identity, Uploader, link_files
+from training.checkpoint import Found, Identity, link_files
 from training.contract.events import (
     CheckpointSaved,
     EventLog,
@@ -30,6 +30,7 @@ from training.contract.events import (
 from training.contract.manifest import Manifest, Parent
 from training.contract.recipe import Assignment, Phase
 from training.phases import meter
+from training.uploader import Uploader
 
 
 class Interrupted(Exception):

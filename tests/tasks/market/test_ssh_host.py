@@ -29,7 +29,7 @@ from tests.market.owned import OwnedBox
 from tests.tasks.pretend import FLOW_RUN, NOW, OTHER_RUN, Clock, rehearsal_recipe
 from tests.tasks.remote.conftest import SSHD
 from training.box.folder import FolderStore
-from training.box.transfer import MARKER
+from training.box.prefetch import MARKER
 from training.contract import layout
 from training.contract.recipe import Recipe
 

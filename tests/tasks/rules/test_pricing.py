@@ -119,11 +119,21 @@ def test_phases_that_are_done_cost_nothing_again() -> None:
     assert run_cost(wanted, _offer(), done=("cpt",)).train_s == 3600
 
 
+SAVED_AT_EACH_STEP = {"kind": "sft", "data": "bucket:x", "steps": 100, "learning_rate": 1e-4, "save_every_steps": 1}
+
+
 def test_a_slow_uplink_sends_fewer_checkpoints_and_keeps_the_box_longer() -> None:
-    phase = {"kind": "sft", "data": "bucket:x", "steps": 100, "learning_rate": 1e-4, "save_every_steps": 1}
-    wanted = recipe(phases=[phase], step_seconds=36.0)
-    fast, slow = run_cost(wanted, _offer(inet_up_mbps=2000)), run_cost(wanted, _offer(inet_up_mbps=61))
+    wanted, free = recipe(phases=[SAVED_AT_EACH_STEP], step_seconds=36.0), {"inet_up_usd_gb": 0.0}
+    fast, slow = run_cost(wanted, _offer(inet_up_mbps=2000, **free)), run_cost(wanted, _offer(inet_up_mbps=61, **free))
     assert slow.up_gb < fast.up_gb and slow.hours > fast.hours
+
+
+def test_dear_bytes_are_sent_seldom() -> None:
+    """Of a hundred saves those are sent that are worth their bytes; the last one always."""
+    wanted = recipe(phases=[SAVED_AT_EACH_STEP], step_seconds=360.0)
+    free, dear = run_cost(wanted, _offer(inet_up_usd_gb=0.0)), run_cost(wanted, _offer(inet_up_usd_gb=0.04))
+    assert dear.up_gb < free.up_gb / 2
+    assert dear.parts["up"] == pytest.approx(dear.up_gb * 0.04)
 
 
 def test_an_uplink_that_is_not_stated_makes_a_run_that_never_ends() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from tasks.rules.stalls import Headway, Sample, judge_transfer, patience_s, runner_silent, step_hangs
+from tasks.rules.stalls import TRIES_S, Headway, Sample, judge_transfer, patience_s, runner_silent, step_hangs
 from training.contract.events import (
     CheckpointDurable,
     CheckpointSaved,
@@ -92,11 +92,15 @@ _GOT_FURTHER = [
     [_moved(1)],
     [_moved(1), _moved(2)],
     [CheckpointSaved(phase="sft", step=1, bytes=1)],
+    [Heartbeat(gpu_util_percent=64.0)],  # an evaluation says nothing else for as long as it takes
     [CheckpointDurable(phase="sft", step=1, manifest="m", bytes=1, seconds=1, complete=False)],
 ]
 _NO_FURTHER: list[list[Event]] = [
     [],
     [Heartbeat(in_step_s=1.0)],
+    [Heartbeat(in_step_s=1.0, gpu_util_percent=100.0)],
+    [Heartbeat(gpu_util_percent=1.0)],
+    [Heartbeat()],
     [Notice(what="w", reason="r")],
     [_step(1)],
     [_moved(1)],
@@ -126,3 +130,12 @@ def test_what_a_new_box_does_again_is_progress() -> None:
     for now, event in ((4.0, _moved(1)), (5.0, PhaseStart(phase="sft", step=2, max_steps=9)), (6.0, _step(3))):
         headway.absorb([event], now)
         assert headway.at == now
+
+
+def test_a_link_that_moves_nothing_is_left_to_the_stall_rule_so_that_the_box_can_try_another_way() -> None:
+    seen = [Sample(at, done) for at, done in _steady(600, 60)]
+    for now in (200, 300, 60 + int(TRIES_S * 90)):
+        said = judge_transfer("prefetch", seen, 67 * GB, started_at=0, now=now, budget_s=1500, stall_s=TRIES_S * 90)
+        assert said.state == "ok", f"after {now} s"
+    said = judge_transfer("prefetch", seen, 67 * GB, started_at=0, now=380, budget_s=1500, stall_s=TRIES_S * 90)
+    assert said.state == "stalled"

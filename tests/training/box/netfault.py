@@ -19,6 +19,7 @@ class Link:
     def __init__(self, target_port: int) -> None:
         self.target_port = target_port
         self.up_bps: float | None = None
+        self.down_bps: float | None = None
         self.bytes_up = 0
         self.bytes_down = 0
         self.connections = 0
@@ -26,7 +27,7 @@ class Link:
         self._going = threading.Event()
         self._going.set()
         self._sockets: set[socket.socket] = set()
-        self._free_at = 0.0
+        self._free_at = {True: 0.0, False: 0.0}
         self._rate_lock = threading.Lock()
         self._listener: socket.socket | None = None
         self.port = 0
@@ -98,12 +99,12 @@ class Link:
         try:
             while True:
                 self._going.wait()
-                data = source.recv(4096 if up and self.up_bps else self.BLOCK)
+                data = source.recv(4096 if self._rate(up) else self.BLOCK)
                 if not data:
                     break
                 self._going.wait()
+                self._pace(len(data), up)
                 if up:
-                    self._pace(len(data))
                     self.bytes_up += len(data)
                 else:
                     data = self._damaged(data)
@@ -117,13 +118,17 @@ class Link:
             for sock in (source, sink):
                 self._sockets.discard(sock)
 
-    def _pace(self, count: int) -> None:
-        if not self.up_bps:
+    def _rate(self, up: bool) -> float | None:
+        return self.up_bps if up else self.down_bps
+
+    def _pace(self, count: int, up: bool) -> None:
+        rate = self._rate(up)
+        if not rate:
             return
         with self._rate_lock:
             now = time.monotonic()
-            self._free_at = max(self._free_at, now - 0.02) + count / self.up_bps
-            wait = self._free_at - now
+            self._free_at[up] = max(self._free_at[up], now - 0.02) + count / rate
+            wait = self._free_at[up] - now
         if wait > 0:
             time.sleep(wait)
 

@@ -143,6 +143,20 @@ def test_a_repository_that_is_not_there_is_denied_with_what_to_check(served: Hub
     assert "check the name, the commit and HF_TOKEN" in done.stderr
 
 
+def test_what_came_from_the_hub_counts_as_line_and_what_lay_there_before_does_not(served: Hub, tmp_path: Path) -> None:
+    code = (
+        "import pathlib, sys; from training.box.child import Voice; from training.box.prefetch import _from_hub\n"
+        f"voice = Voice(mute=True); _from_hub('hub:me/tiny@{COMMIT}', pathlib.Path(sys.argv[1]), voice, 1)\n"
+        "print(voice._counts['moved'])"
+    )
+    environ = {**os.environ, "HF_ENDPOINT": served.url, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    first, again = (subprocess.run(command, env=environ, capture_output=True, text=True, timeout=100) for _ in range(2))
+    size = len(FILES["model.safetensors"]) + len(FILES["config.json"])
+    assert int(first.stdout) == size, first.stderr
+    assert int(again.stdout) <= 1, "the files lie there, blocks rounded up"
+
+
 RECIPE = {
     "name": "unit",
     "model": {"source": f"hub:me/tiny@{COMMIT}", "family": "qwen3_5_moe", "size_gb": 0.01},
@@ -156,7 +170,7 @@ def test_the_downlink_is_measured_on_the_models_own_file_and_its_trouble_is_told
     served: Hub, tmp_path: Path
 ) -> None:
     code = (
-        "import sys; from training.box.transfer import _hub_checks; from training.contract.recipe import Recipe\n"
+        "import sys; from training.box.links import _hub_checks; from training.contract.recipe import Recipe\n"
         "for name in ('tiny', 'none', 'busy'):\n"
         "    recipe = Recipe.model_validate_json(sys.argv[1].replace('tiny', name))\n"
         "    print(_hub_checks(recipe, 1 << 20, 5)[0].model_dump_json())\n"

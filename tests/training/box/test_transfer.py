@@ -17,7 +17,10 @@ import pytest
 
 from tests.training.box.conftest import BUCKET, Weed
 from tests.training.box.netfault import Link
-from training.box.store import Store
+from training.box.child import Fenced
+from training.box.store import Store, StoreConflict
+from training.box.transfer import load_private_env
+from training.box.upload import _write_manifest, by_importance
 from training.contract import layout
 from training.contract.checks import CheckReport
 from training.contract.claims import Claim
@@ -323,3 +326,116 @@ def test_a_slow_uplink_fails_with_its_measured_rate_in_bounded_time(home: Callab
     assert [check.id for check in report.failed] == ["uplink_mbps"]
     assert 2.4 < float(report.facts["uplink_mbps"]) < 3.6
     assert time.monotonic() - began < 15
+
+
+def test_an_empty_data_file_or_shard_is_the_users_and_named(store: Store, home: Callable[..., Home]) -> None:
+    box = home()
+    mirror_model(store, box)
+    store.put_bytes(f"data/{box.run_name}.jsonl", b"")
+    code, output = box.call("prefetch")
+    assert code == 2 and f"data/{box.run_name}.jsonl has 0 bytes; upload it again" in output
+    store.put_bytes(f"data/{box.run_name}.jsonl", b"{}\n")
+    store.put_bytes(f"models/{box.run_name}/model-1.safetensors", b"")
+    code, output = box.call("prefetch")
+    assert code == 2 and "model-1.safetensors has 0 bytes; mirror the model again" in output
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
+def test_a_full_disk_is_named_at_once_and_is_this_machines_fault(store: Store, home: Callable[..., Home]) -> None:
+    box = home(stall_s=60)
+    data = mirror_model(store, box)["model-1.safetensors"]
+    etag = store.version(f"models/{box.run_name}/model-1.safetensors")
+    assert etag is not None and len(data) == 3 * MB
+    (box.root / "model").mkdir()
+    (box.root / "model" / f"model-1.safetensors.{etag.strip(chr(34))[:16]}.part").symlink_to("/dev/full")
+    code, output = box.call("prefetch")
+    assert code == 4 and "this machine's disk failed: No space left on device" in output
+    assert box.events(Notice) == [], "no other way is tried"
+
+
+def test_a_checkpoint_with_an_empty_file_is_never_uploaded(
+    store: Store, home: Callable[..., Home], tmp_path: Path
+) -> None:
+    box = home()
+    checkpoint(tmp_path / "c", box, {"optimizer.pt": b"", "weights": b"right"})
+    code, output = box.call("upload", "--directory", str(tmp_path / "c"))
+    assert code == 2 and "optimizer.pt has 0 bytes: it was never written whole" in output
+    assert store.list(layout.run(box.run_name)) == []
+
+
+def test_what_can_be_used_without_the_trainer_goes_first() -> None:
+    sizes = {"optimizer.pt": 20 * MB, "adapter_model.safetensors": 40 * MB, "trainer_state.json": 9, "rng_state.pth": 7}
+    files = {name: FileEntry(sha256="0" * 64, bytes=size) for name, size in sizes.items()}
+    order = [name for name, _ in by_importance(files)]
+    assert order == ["rng_state.pth", "trainer_state.json", "adapter_model.safetensors", "optimizer.pt"]
+
+
+def test_a_manifest_that_another_wrote_meanwhile_is_not_overwritten(
+    store: Store, home: Callable[..., Home], link: Link, tmp_path: Path
+) -> None:
+    """The look for a newer claim and the write are two requests; what is written in between must stay."""
+    box = home()
+    checkpoint(tmp_path / "c", box, {"weights": b"ours"})
+    key = layout.manifest(box.run_name, "sft", 4)
+    seen = store.version(key)
+    store.put_bytes(key, b"another's")
+    with pytest.raises(StoreConflict):
+        _write_manifest(store, box.run_name, 0, key, (tmp_path / "c/manifest.json").read_bytes(), seen)
+    assert store.get_bytes(key) == b"another's"
+    newer = Claim(number=2, runner="x", flow_run_id="other", attempt=3, at=0.0).model_dump_json().encode()
+    store.put_bytes(layout.claim(box.run_name, 2), newer)
+    with pytest.raises(Fenced, match="claim 2 of flow run other"):
+        _write_manifest(store, box.run_name, 0, key, (tmp_path / "c/manifest.json").read_bytes(), seen)
+
+
+def test_the_seeds_uplink_is_given_up_within_a_minute_of_its_rule_and_what_arrived_is_kept(
+    store: Store, home: Callable[..., Home], link: Link, tmp_path: Path
+) -> None:
+    """0.38 MB/s, the host that would have taken five hours. The rule needs a fifth of the budget to look and as long to be sure."""
+    box = home(upload_s=30, stall_s=20)
+    checkpoint(tmp_path / "c", box, {"big": os.urandom(64 * MB)})
+    link.up_bps = 380_000
+    began = time.monotonic()
+    code, output = box.call("upload", "--directory", str(tmp_path / "c"))
+    assert code == 3 and "too slow" in output and "Mbps" in output, output
+    assert time.monotonic() - began < 60
+    assert store.size(layout.manifest(box.run_name, "sft", 4)) is None
+    sent = [event for event in box.events(Transfer) if event.direction == "up"]  # type: ignore[attr-defined]
+    assert sent[0].done_bytes == 0 and sent[-1].line_bytes > 0  # type: ignore[attr-defined]
+
+
+def test_a_renewed_key_in_the_private_file_goes_before_the_one_that_the_runner_was_started_with(
+    tmp_path: Path,
+) -> None:
+    old = {"AWS_ACCESS_KEY_ID": "old", "AWS_SECRET_ACCESS_KEY": "old", "AWS_SESSION_TOKEN": "old", "HF_TOKEN": "box"}
+    lines = ["AWS_ACCESS_KEY_ID=new", "AWS_SECRET_ACCESS_KEY=new", "HF_TOKEN=file"]
+    (tmp_path / "private.env").write_text("\n".join(lines))
+    environ = dict(old)
+    load_private_env(tmp_path / "private.env", environ)
+    assert environ["AWS_ACCESS_KEY_ID"] == "old", "a key that lasts: what the box says is nearer"
+    (tmp_path / "private.env").write_text("\n".join([*lines, "AWS_CREDENTIAL_EXPIRATION=2030-01-01T00:00:00+00:00"]))
+    environ = dict(old)
+    load_private_env(tmp_path / "private.env", environ)
+    assert (environ["AWS_ACCESS_KEY_ID"], environ["HF_TOKEN"]) == ("new", "box") and "AWS_SESSION_TOKEN" not in environ
+
+
+def test_the_mirror_command_puts_the_prefetched_model_into_the_bucket_once(
+    store: Store, home: Callable[..., Home]
+) -> None:
+    box = home()
+    source = f"hub:me/{box.run_name}@{'a' * 40}"
+    assignment = Assignment.model_validate_json((box.root / "recipe.json").read_bytes())
+    model = assignment.recipe.model.model_copy(update={"source": source, "mirror": True})
+    changed = assignment.model_copy(update={"recipe": assignment.recipe.model_copy(update={"model": model})})
+    (box.root / "recipe.json").write_text(changed.model_dump_json())
+    data = os.urandom(MB)
+    (box.root / "model").mkdir()
+    (box.root / "model/weights.safetensors").write_bytes(data)
+    entry = {"sha256": hashlib.sha256(data).hexdigest(), "bytes": MB}
+    (box.root / "prefetched.json").write_text(json.dumps({"files": {"model/weights.safetensors": entry}}))
+    for _ in range(2):
+        code, output = box.call("mirror")
+        assert code == 0, output
+    assert store.get_bytes(layout.mirror(source) + "weights.safetensors") == data
+    assert json.loads(store.get_bytes(layout.mirror_list(source)) or b"")["files"] == {"weights.safetensors": entry}
+    assert {event.what for event in box.events(Transfer)} == {"upload mirror"}  # type: ignore[attr-defined]
