@@ -203,11 +203,13 @@ class Bench:
         module = import_module(f"training.phases.{self.phase}")
         self._hook_trainer(module)
         events = EventLog(self.root / "events.jsonl")
+        assignment = Assignment(
+            recipe=self.recipe, run="bypass", flow_run_id="a" * 36, attempt=1, bucket="none", hard_end=4_000_000_000
+        )
+        (self.root / "recipe.json").write_text(assignment.model_dump_json())
         uploader = Uploader(self.root / "recipe.json", self.root / "work" / "staging", self.checkpoints, _tell)
         desk = Desk(
-            assignment=Assignment(
-                recipe=self.recipe, run="bypass", flow_run_id="a" * 36, attempt=1, bucket="none", hard_end=4_000_000_000
-            ),
+            assignment=assignment,
             phase=self.recipe.phases[0],
             home=Home(self.root),
             events=events,
