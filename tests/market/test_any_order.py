@@ -175,7 +175,7 @@ def test_a_guard_that_is_taken_out_is_missed(
 ) -> None:
     careless(monkeypatch)
     with pytest.raises(AssertionError, match=seen):
-        _run(7, examples=200, steps=14)
+        _run(11, examples=200, steps=14)
 
 
 @pytest.mark.parametrize("seen", [True, False], ids=["seen", "overlooked"])
