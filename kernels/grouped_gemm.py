@@ -21,7 +21,7 @@ from kernels.launch import Launcher, ceil_div, power_of_2
 _COUNT_BLOCK = 128  # slots that one program of the sort places
 _COUNT_BLOCKS = 4  # blocks that one program counts
 _SCAN_EXPERTS = 16  # experts whose starts one program of the scan works out
-MAP_WIDTH = 8  # numbers that describe a row tile
+_MAP_WIDTH = tl.constexpr(8)  # numbers that a row tile has in the map
 _MAP_TILES = 32  # row tiles that one program of the map describes
 
 
@@ -37,7 +37,7 @@ class Routing:
     """int32 [E + 1]: first row of each expert, and M."""
     low: Tensor
     """The map of tiles of the first height: int32, eight a tile: expert (E if unused), its first tile, how many it has, its first row, its end;
-    three are unused, so that one load brings all of it: each load that waits for another costs a tile half a microsecond before it begins."""
+    three are unused. They lie together and are asked for at once: a load that waits for another costs a tile half a microsecond before it begins."""
     high: Tensor
     """The map of tiles of the second height."""
     heights: tuple[int, int]
@@ -45,7 +45,7 @@ class Routing:
     def map(self, height: int) -> tuple[Tensor, int]:
         """The map for tiles of this height, and the most tiles that it may hold."""
         tiles = self.low if height == self.heights[0] else self.high
-        return tiles, tiles.shape[0] // MAP_WIDTH
+        return tiles, tiles.shape[0] // _MAP_WIDTH.value
 
 
 def route(expert_Tk: Tensor, weight_Tk: Tensor, experts: int, heights: tuple[int, int], launch: Launcher) -> Routing:
@@ -64,8 +64,8 @@ def route(expert_Tk: Tensor, weight_Tk: Tensor, experts: int, heights: tuple[int
     order_M, starts_E1, low_tiles, high_tiles = (
         ints(M),
         ints(experts + 1),
-        ints(MAP_WIDTH * low),
-        ints(MAP_WIDTH * high),
+        ints(_MAP_WIDTH.value * low),
+        ints(_MAP_WIDTH.value * high),
     )
     launch(
         _count,
@@ -256,7 +256,7 @@ def _describe(part, starts, tiles, most, E: tl.constexpr, E2: tl.constexpr, HEIG
     have = tl.sum(tl.where(each[None, :] == e[:, None], need[None, :], 0), 1)
     inside = tile < most
     used = inside & (e < E)
-    at = tiles + tile * 8
+    at = tiles + tile * _MAP_WIDTH
     tl.store(at, tl.minimum(e, E), mask=inside)
     tl.store(at + 1, first, mask=inside)
     tl.store(at + 2, have, mask=inside)
@@ -268,7 +268,7 @@ def _describe(part, starts, tiles, most, E: tl.constexpr, E2: tl.constexpr, HEIG
 def locate(program, tiles, N_TILES: tl.constexpr, TILE_ROWS: tl.constexpr):
     """(expert, first row, its expert's end, column tile) of a program. Within an expert the row tiles are innermost, so its weights stay in the
     cache."""
-    at = tiles + (program // N_TILES) * 8
+    at = tiles + (program // N_TILES) * _MAP_WIDTH
     e, first, have, start, end = tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
     have = tl.maximum(have, 1)
     local = program - first * N_TILES
