@@ -36,6 +36,8 @@ _READERS = 16
 _UNANSWERED = 3
 # The call may still be under way, or its box on the way into the listing.
 _UNHEARD_S = 300.0
+# For so long a box that nobody has seen counts against what may be rented beside it. Listings since then would have shown it.
+PROMISED_S = 3600.0
 # Written by the flow or a reaper, so no witness of what the box does.
 _NOT_THE_BOXS = ("receipts/", "claims/", "events/")
 
@@ -122,6 +124,15 @@ def gather(store: Store, boxes: Collection[Instance], now: float, limits: Limits
         tried_at={box: at for box, at in tried_at.items() if box in ids},
         closed=closed,
     )
+
+
+def promised(store: Store, boxes: Collection[Instance], now: float) -> tuple[Intent, ...]:
+    """Create calls of the last hour that had no answer and whose label no box carries: each may be a box that bills and is not listed yet. StoreError."""
+    labels = {box.label for box in boxes if box.label}
+    bucket_now = store.server_time()
+    recent = [item for item in store.list("intents/") if bucket_now - item.modified <= PROMISED_S]
+    intents, _ = _open_intents(store, recent, labels, {}, bucket_now)
+    return tuple(intent for intent in intents if _is_unheard(intent, now))
 
 
 def remember(store: Store, evidence: Evidence, tried_at: Mapping[int, float]) -> None:

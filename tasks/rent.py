@@ -24,6 +24,7 @@ from tasks.errors import (
     ShapeError,
     UserError,
 )
+from tasks.evidence import promised
 from tasks.market.protocol import CreateRequest, Market
 from tasks.rules.pricing import BID_MARGIN, CREDIT_MARGIN, dph_at_disk, storage_usd_h
 from tasks.rules.tiers import TIERS
@@ -171,11 +172,15 @@ class _Renting:
             log.warning("boxes %s of this flow run were still there and are destroyed", _ids(left.gone))
 
     def _require_rate(self, listing: Listing) -> None:
-        """The account-wide cap counts every box, ours or not, and boxes whose price is not stated as dear as this one."""
+        """The account-wide cap counts every box, ours or not, boxes whose price is not stated as dear as this one, and those that an
+        unanswered create call may have made."""
         running = sum(self._rate_of(box) for box in listing.instances) + self._dph() * len(listing.unparsed)
-        if running + self._dph() > self.settings.max_dph_usd:
+        unseen_usd_h = sum(intent.dph_usd for intent in promised(self.store, listing.instances, self.clock()))
+        if running + unseen_usd_h + self._dph() > self.settings.max_dph_usd:
+            unseen = f"${unseen_usd_h:.2f}/h more may be behind create calls of the last hour without an answer, "
             raise BudgetReached(
                 f"account: ${running:.2f}/h are running in {len(listing.instances) + len(listing.unparsed)} boxes, "
+                f"{unseen if unseen_usd_h else ''}"
                 f"this one adds ${self._dph():.2f}/h, limit ${self.settings.max_dph_usd:.2f}/h (LIVERY_MAX_DPH_USD)"
             )
 

@@ -264,8 +264,8 @@ def rate_usd_h(box: Instance) -> float | None:
 def over_cap(ours: Sequence[Instance], others_usd_h: float, cap_usd_h: float) -> tuple[Instance, ...]:
     """Which of our boxes must go for the account to come under its cap in $/h: the newest first, and no more than it takes.
 
-    `others_usd_h`: what is billed beside them, foreign boxes and those that may exist behind unresolved intents among it. A box whose
-    price is not stated counts as nothing and is never chosen: that would be destroying it for what is not known.
+    `others_usd_h`: what is billed beside them. A box whose price is not stated counts as nothing and is never chosen: that would be
+    destroying it for what is not known.
     """
     priced = [(box, rate) for box in ours if (rate := rate_usd_h(box)) is not None]
     total = others_usd_h + sum(rate for _, rate in priced)

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tasks.destroy import destroy_run
-from tasks.domain import Instance
+from tasks.domain import Instance, Intent, Label
 from tasks.errors import (
     AuthError,
     BootFailed,
@@ -257,6 +257,35 @@ def test_the_accounts_rate_is_capped_over_all_its_boxes(renting: Any, pretend: P
     with pytest.raises(BudgetReached, match=r"\$1\.10/h are running in 1 boxes.*limit \$1\.20/h"):
         renting(max_dph_usd=1.2)
     assert _creates(pretend) == 0
+
+
+@pytest.mark.parametrize(
+    ("ago_s", "state", "counted"), [(60, "unresolved", True), (600, "written", True), (60, "written", False)]
+)
+def test_what_an_unanswered_create_may_have_made_counts_before_another_is_rented(
+    renting: Any, market: VastMarket, store: Store, clock: Clock, ago_s: float, state: Any, counted: bool
+) -> None:
+    intent = Intent(
+        flow_run_id=OTHER_RUN,
+        run="other",
+        attempt=1,
+        label=Label(flow_run_id=OTHER_RUN, attempt=1, hard_end=2_000_000_000).text,
+        account_id=market.account_id(),
+        offer_id=1,
+        machine_id=1,
+        dph_usd=1.1,
+        state=state,
+        disk_gb=100,
+        written_at=clock() - ago_s,
+    )
+    store.put_bytes(layout.intent(OTHER_RUN, 1), intent.model_dump_json().encode())
+    if counted:
+        with pytest.raises(
+            BudgetReached, match=r"\$0\.00/h are running in 0 boxes, \$1\.10/h more may be behind create calls"
+        ):
+            renting(max_dph_usd=1.2)
+    else:
+        assert renting(max_dph_usd=1.2).id
 
 
 @pytest.mark.parametrize("fault", ["list.bad_total@always", "list.missing_row@always"])

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 import yaml
 
@@ -24,13 +22,12 @@ import yaml
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false")
 
+from deployments.rehearsal.bucket import BUCKET, REGION, Bucket
 from training.box.store import Store
 from training.contract.events import Event, read_events
 from training.contract.recipe import Assignment, Recipe, parse_recipe
 
 RECIPES = Path(__file__).parents[2] / "training" / "recipes"
-BUCKET = "checkpoints"
-_KEY, _SECRET = "test-key", "test-secret"
 
 
 @dataclass
@@ -103,56 +100,18 @@ def kill(runner: subprocess.Popen[bytes]) -> None:
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Environment of a SeaweedFS server on loopback that lives for the session."""
-    weed = shutil.which("weed", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
-    if weed is None:
-        pytest.skip("no weed binary: install the extra `rehearsal`")
-    directory = tmp_path_factory.mktemp("weed")
-    port = _five_free_ports()
-    identity = {
-        "name": "test",
-        "credentials": [{"accessKey": _KEY, "secretKey": _SECRET}],
-        "actions": ["Admin", "Read", "Write", "List", "Tagging"],
-    }
-    (directory / "s3.json").write_text(json.dumps({"identities": [identity]}))
-    # Its defaults listen on all interfaces and send telemetry.
-    options = {
-        "dir": directory,
-        "ip": "127.0.0.1",
-        "ip.bind": "127.0.0.1",
-        "master.telemetry": "false",
-        "admin.ui": "false",
-        "webdav": "false",
-        "s3.port": port,
-        "s3.port.iceberg": 0,
-        "s3.port.lance": 0,
-        "s3.autoCreateBucket": "false",
-        "s3.allowDeleteBucketNotEmpty": "false",
-        "s3.config": directory / "s3.json",
-        "master.port": port + 1,
-        "filer.port": port + 2,
-        "volume.port": port + 3,
-        "admin.port": port + 4,
-        "bucket": BUCKET,
-    }
-    command = [weed, f"-logdir={directory}", "mini", *(f"-{name}={value}" for name, value in options.items())]
-    server = subprocess.Popen(
-        command,
-        env={**os.environ, "GOMEMLIMIT": "512MiB"},
-        stdout=(directory / "log").open("wb"),
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
-    environment = {
-        "AWS_ACCESS_KEY_ID": _KEY,
-        "AWS_SECRET_ACCESS_KEY": _SECRET,
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{port}",
-    }
+    bucket = Bucket(tmp_path_factory.mktemp("weed") / "bucket")
+    bucket.start()
     try:
-        _wait_for_bucket(environment, server)
-        yield environment
+        bucket.wait_ready(timeout_s=60)
+        yield {
+            "AWS_ACCESS_KEY_ID": bucket.control.access_key_id,
+            "AWS_SECRET_ACCESS_KEY": bucket.control.secret_access_key,
+            "AWS_DEFAULT_REGION": REGION,
+            "AWS_ENDPOINT_URL_S3": bucket.endpoint_url,
+        }
     finally:
-        kill(server)
+        bucket.stop(keep=False)
 
 
 @pytest.fixture
@@ -305,41 +264,3 @@ def place_box(
     (root / "private.env").write_text("".join(f"{name}={value}\n" for name, value in s3.items()))
     environment = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     return Box(root, environment)
-
-
-def _five_free_ports() -> int:
-    """A port P with P..P+4 free, and their twins at +10000 that the server takes for gRPC."""
-    for first in range(21000 + os.getpid() % 500 * 10, 44000, 10):
-        if all(_is_free(port) and _is_free(port + 10000) for port in range(first, first + 5)):
-            return first
-    raise AssertionError("no five free ports in a row")
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-        return True
-
-
-def _wait_for_bucket(environment: dict[str, str], server: subprocess.Popen[bytes]) -> None:
-    client = boto3.client(
-        "s3",
-        endpoint_url=environment["AWS_ENDPOINT_URL_S3"],
-        region_name="us-east-1",
-        aws_access_key_id=_KEY,
-        aws_secret_access_key=_SECRET,
-    )
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
-        assert server.poll() is None, "weed ended at its start"
-        try:
-            if any(bucket["Name"] == BUCKET for bucket in client.list_buckets()["Buckets"]):
-                return
-        except Exception:  # noqa: BLE001  the server is not up yet, in one of many ways; the deadline judges
-            pass
-        time.sleep(0.1)
-    raise AssertionError("weed has no bucket after 30 s")

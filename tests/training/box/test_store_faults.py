@@ -14,7 +14,7 @@ import botocore.auth
 import pytest
 from botocore.exceptions import ClientError
 
-from tests.training.box.conftest import Weed
+from tests.training.box.conftest import BUCKET, Weed
 from tests.training.box.netfault import Link
 from training.box import store as store_module
 from training.box.store import MachineFault, Store, StoreConflict, StoreDenied, StoreError, StoreUnreachable
@@ -56,7 +56,7 @@ def private_env(path: Path, weed: Weed, secret: str, until: str) -> dict[str, st
 def test_a_key_that_expires_is_read_again_from_the_private_file(weed: Weed, tmp_path: Path) -> None:
     path = tmp_path / "private.env"
     environ = private_env(path, weed, "of-yesterday", in_s(60))
-    store = Store.from_environment("checkpoints", environ)
+    store = Store.from_environment(BUCKET, environ)
     private_env(path, weed, weed.secret_access_key, in_s(7200))
     store.put_bytes("renewed/a", b"x")
     assert store.get_bytes("renewed/a") == b"x"
@@ -65,7 +65,7 @@ def test_a_key_that_expires_is_read_again_from_the_private_file(weed: Weed, tmp_
 def test_a_key_that_nobody_renewed_is_named_with_its_hour(weed: Weed, tmp_path: Path) -> None:
     path = tmp_path / "private.env"
     until = in_s(-5)
-    store = Store.from_environment("checkpoints", private_env(path, weed, weed.secret_access_key, until))
+    store = Store.from_environment(BUCKET, private_env(path, weed, weed.secret_access_key, until))
     with pytest.raises(
         StoreDenied, match=r"temporary key has expired: private\.env holds one that was good until"
     ) as caught:
