@@ -13,7 +13,7 @@ Shape letters: T tokens, k experts a token, M = T·k rows, P = M + one tile, E e
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ SIZE_MULTIPLE = 32  # H and I: the smallest column tile, which the SwiGLU takes 
 _ALIGNMENT = 16  # bytes: what a vector load and the bulk copy engine take
 _DEFAULTS = {each.name: each.default for each in fields(TensorDescriptor) if each.default is not MISSING}
 _LAUNCHERS: dict[tuple[object, ...], Launcher] = {}
+_NOTHING = torch.empty(0)
 
 
 class Tile(NamedTuple):
@@ -150,6 +151,11 @@ class _Call:
     def lora(self) -> bool:
         return self.up is not None
 
+    @property
+    def lasting(self) -> bool:
+        """The masters, if any, are parameters; otherwise they were computed for this call."""
+        return not (self.up and self.down) or (self.up.lora_A.is_leaf and self.down.lora_A.is_leaf)
+
 
 class _Experts(torch.autograd.Function):
     @staticmethod
@@ -159,7 +165,9 @@ class _Experts(torch.autograd.Function):
         out, kept = layer.forward(x, weight, routing, call.keep)
         if call.keep:
             order = (routing.order_M, routing.share_M, routing.starts_E1, routing.low, routing.high)
-            ctx.save_for_backward(x, weight, *kept, *layer.factors, *order)
+            passing = () if call.lasting else (a1, b1, a2, b2)
+            ctx.save_for_backward(x, weight, *kept, *layer.factors, *order, call.w1_EJH, call.w2_EHI, *passing)
+            layer.empty()
             ctx.layer = layer
         return out
 
@@ -167,16 +175,15 @@ class _Experts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         x, weight, *rest = ctx.saved_tensors
-        kept, factors, order = rest[:3], rest[3:7], rest[7:]
+        kept, factors, order, (w1, w2), passing = rest[:3], rest[3:7], rest[7:12], rest[12:14], rest[14:]
         layer, routing = ctx.layer, Routing(*order, ctx.layer.plan.heights)
-        layer.factors, layer.accumulate = (
-            tuple(factors),
-            layer.call.accumulate and layer.call.lora and _adds_to_grad(ctx),
-        )
+        layer.fill(w1, w2, tuple(factors), tuple(passing))
+        layer.accumulate = layer.call.accumulate and layer.call.lora and layer.call.lasting and _adds_to_grad(ctx)
         wants_dx, wants_factors = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:6])
         dx, dweight, gradients = layer.backward(
             dout.contiguous(), x, weight, tuple(kept), routing, wants_dx=wants_dx, wants_factors=wants_factors
         )
+        layer.empty()
         return dx, dweight, *gradients, None
 
 
@@ -233,6 +240,23 @@ class _Layer:
             self.plan,
         )
         self.launch = _LAUNCHERS.setdefault(key, Launcher())
+
+    def empty(self) -> None:
+        """Let go of the weights and factors. Autograd keeps this object as long as the loss lives, whatever becomes of the tensors saved beside it: under
+        checkpointing those are dropped and computed again, and weights that were unpacked for one call go with them."""
+        call = self.call
+        passing = {} if call.lasting else {"up": None, "down": None}
+        self._scales = (call.up.scale, call.down.scale) if call.up and call.down else (1.0, 1.0)
+        self.call, self.factors = replace(call, w1_EJH=_NOTHING, w2_EHI=_NOTHING, **passing), ()
+
+    def fill(self, w1_EJH: Tensor, w2_EHI: Tensor, factors: tuple[Tensor, ...], passing: tuple[Tensor, ...]) -> None:
+        """Take them back; `passing` are the masters that were computed for this call, if they were."""
+        adapters = {}
+        if passing:
+            a1, b1, a2, b2 = (each.detach() for each in passing)
+            up, down = self._scales
+            adapters = {"up": Adapter(a1, b1, self.E, up), "down": Adapter(a2, b2, self.E, down)}
+        self.call, self.factors = replace(self.call, w1_EJH=w1_EJH, w2_EHI=w2_EHI, **adapters), factors
 
     def forward(self, x: Tensor, weight: Tensor, routing: Routing, keep: bool) -> tuple[Tensor, tuple[Tensor, ...]]:
         """out, and what the backward pass wants kept: h, x·A1, act·A2."""

@@ -84,7 +84,10 @@ def _adapter(loras: Any) -> Adapter | None:
 
 
 def _kept(lora: Lora) -> Adapter:
-    """One Adapter a pair of masters, kept on the parameter itself: its copies for the kernels then live exactly as long as it does."""
+    """One Adapter a pair of masters, kept on the parameter itself: its copies for the kernels then live exactly as long as it does. What was computed
+    for one call gets one for that call: kept on its tensor it would be a ring, and stay until somebody collects."""
+    if not lora.A.is_leaf:
+        return Adapter(lora.A, lora.B, lora.num_experts, lora.scaling)
     kept: Adapter | None = getattr(lora.A, "livery_adapter", None)
     if kept is None or kept.lora_B is not lora.B or kept.scale != lora.scaling:
         kept = Adapter(lora.A, lora.B, lora.num_experts, lora.scaling)

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -94,6 +98,37 @@ def one_projection_alone(*models: Any) -> None:
             torch.testing.assert_close(seen[1][1][name], gradient, rtol=1e-3, atol=1e-5)
 
 
+class ForOneCall:
+    """Weights and masters that are made for each call, as those of a packed base are."""
+
+    def __init__(self) -> None:
+        self.made: list[Any] = []
+
+    def __call__(self, module: Any, hidden: Any, ids: Any, weights: Any, active: Any) -> Any:
+        up, down = module.gate_up_proj.clone(), module.down_proj.clone()
+        self.made += [weakref.ref(up), weakref.ref(down)]
+        passing = {
+            name: [replace(each, A=each.A * 1, B=(each.B.t() * 1).t()) for each in of] for name, of in active.items()
+        }
+        self.made += [weakref.ref(factor) for (each,) in passing.values() for factor in (each.A, each.B)]
+        unpacked = SimpleNamespace(gate_up_proj=up, down_proj=down, num_experts=module.num_experts)
+        return KernelLayer(PLAN)(unpacked, hidden, ids, weights, passing)
+
+
+def nothing_of_one_call_is_kept(model: Any, wanted: dict[str, torch.Tensor]) -> None:
+    """Under checkpointing, what was made for the forward pass is gone after it: 94 layers of it would not fit."""
+    layer = ForOneCall()
+    experts.install(model, layer=layer)
+    model.zero_grad()
+    gc.disable()
+    loss = sum(model(input_ids=ids, labels=ids, use_cache=False).loss for ids in IDS.split(1))
+    assert len(layer.made) == 12 and not any(each() is not None for each in layer.made)
+    loss.backward()
+    assert len(layer.made) == 24 and not any(each() is not None for each in layer.made)
+    gc.enable()
+    same({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, wanted)
+
+
 if __name__ == "__main__":
     grouped = adapted()
     kernels = copy.deepcopy(grouped)
@@ -104,6 +139,8 @@ if __name__ == "__main__":
     loss, gradients = two_micro_batches(kernels)
     assert abs(loss - wanted_loss) < 1e-5, (loss, wanted_loss)
     same(gradients, wanted)
+    nothing_of_one_call_is_kept(kernels, wanted)
+    experts.install(kernels, layer=KernelLayer(PLAN))
 
     one_projection_alone(grouped, kernels)
     # Reads each projection's delta by itself, as a run does before its first step.
