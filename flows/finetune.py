@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from prefect import flow, runtime
 
 from tasks import steps
 from tasks.guard import destroy_hook
+from training.contract.recipe import Tier
 
 
 def run_title() -> str:
@@ -40,7 +39,7 @@ def finetune(
     max_usd: float | None = None,
     max_hours: float | None = None,
     attempts: int | None = None,
-    tier: Literal["rtxpro6000", "h200", "b200", "rehearsal"] | None = None,
+    tier: Tier | None = None,
     max_dph_usd: float | None = None,
     countries: list[str] | None = None,
     interruptible: bool | None = None,

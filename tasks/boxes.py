@@ -142,7 +142,8 @@ def install_training(run: Run) -> None:
 
 
 def check_device(run: Run) -> None:
-    planned = {phase.name: phase_s(run.recipe, phase.name) / phase.steps for phase in run.recipe.phases}
+    offer = run.box.offer if run.box else None
+    planned = {phase.name: phase_s(run.recipe, phase.name, offer=offer) / phase.steps for phase in run.recipe.phases}
     with run.flight.span("preflight device"):
         preflight.check_device(run.login, run.recipe, within_s=run.preflight_left_s, planned_step_s=planned)
 

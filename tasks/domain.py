@@ -80,6 +80,8 @@ class Offer(Frozen):
     """How long the host will still rent it."""
     host_memory_gb: float | None = None
     """Our share of the machine's memory."""
+    pcie_gbs: float | None = None
+    """GB/s between host memory and one card, as the market measured it."""
     direct_port_count: int = 0
 
 

@@ -83,6 +83,11 @@ def pace_digest(recipe: Recipe, phase: str) -> str:
     Two versions of one recipe, rank 32 with 8 micro-batches and rank 64 with 16, differ by a factor of two on the same card.
     """
     decides = recipe.model_dump(mode="json", include={"model", "adapters", "optimizer", "trainer", "allow"})
+    if recipe.model.quantisation == "none":
+        for name in ("quantisation", "linears", "execution", "nf4_cache"):
+            del decides["model"][name]
+    else:
+        decides["gpus"] = recipe.box.gpus
     of_phase = {"kind", "batch_size", "accumulation", "max_length", "generations", "max_completion_length", "beta"}
     decides["phase"] = recipe.phase(phase).model_dump(mode="json", include=of_phase)
     decides["device"] = recipe.box.device

@@ -17,7 +17,7 @@ from tasks.market.protocol import Market
 from tasks.plan_table import no_offers_sentence
 from tasks.rules.filters import Want, require_consistent, sift
 from tasks.rules.location import near_bucket
-from tasks.rules.memory import require_fit
+from tasks.rules.memory import hardware, memory_plan, no_room, require_fit
 from tasks.rules.pricing import (
     CREDIT_MARGIN,
     Cost,
@@ -38,6 +38,7 @@ from training.box.store import Store
 from training.contract.claims import ClaimError, newest_manifests
 from training.contract.manifest import ManifestError
 from training.contract.memory import MemoryPlan
+from training.contract.quantised import Hardware
 from training.contract.recipe import Recipe
 from training.contract.shapes import ModelShape, ShapeError, read_shape, shape_of
 
@@ -100,20 +101,24 @@ def choose(
     experience: Experience | None = None,
 ) -> Plan:
     """Filter, price and rank: the whole decision, without asking anybody anything."""
-    work = work_left(recipe, done, shape, experience)
-    costs = {offer.id: cost_of(work, offer) for offer in offers}
+    works = _Works(recipe, done, shape, experience)
+    costs = {offer.id: cost_of(works.on(offer), offer) for offer in offers}
     want = Want(
         box=recipe.box,
         prefetch_mbps=mbps_for(recipe.model.size_gb, recipe.budget.prefetch_s),
         upload_mbps=mbps_for(checkpoint_gb(recipe, shape or shape_of(recipe.model)), recipe.budget.upload_s),
         bad_machines=bad or {},
+        no_room={offer.id: why for offer in offers if (why := no_room(recipe, shape, offer))},
         max_usd=recipe.budget.max_usd,
         run_usd={offer_id: cost.usd for offer_id, cost in costs.items()},
     )
-    expected = _expected(want, work, offers, costs)
+    expected = _expected(want, works.on(None), offers, costs)
     sifted = sift(offers, replace(want, needed_s=expected.hours * 3600))
     ranked = rank(sifted.passed, costs)
-    best = costs[ranked[0].offer.id] if ranked else expected
+    chosen = ranked[0].offer if ranked else None
+    best, work = costs[chosen.id] if chosen else expected, works.on(chosen)
+    if memory and memory.execution and chosen:
+        memory = memory_plan(recipe, shape, chosen)
     return Plan(
         run=recipe.name,
         phases=recipe.phase_names,
@@ -134,6 +139,24 @@ def choose(
         found=len(offers),
         advice=sifted.advice,
     )
+
+
+class _Works:
+    """What is left to do, on each box. It is the same on all, except that a 4-bit base waits for the links: boxes that are alike share it."""
+
+    def __init__(
+        self, recipe: Recipe, done: Collection[str], shape: ModelShape | None, experience: Experience | None
+    ) -> None:
+        self._recipe, self._done, self._shape, self._experience = recipe, done, shape, experience
+        self._by_box: dict[Hardware | None, Work] = {}
+
+    def on(self, offer: Offer | None) -> Work:
+        """On the box of `offer`; None: on one that keeps the recipe's floors."""
+        quantised = self._recipe.model.quantisation != "none"
+        box = replace(hardware(self._recipe.box, offer), dph_usd=0.0) if quantised else None
+        if box not in self._by_box:
+            self._by_box[box] = work_left(self._recipe, self._done, self._shape, self._experience, offer)
+        return self._by_box[box]
 
 
 def _uploads(work: Work, ranked: Sequence[RankedOffer]) -> list[str]:
@@ -230,7 +253,7 @@ def _floor_offer(want: Want) -> Offer:
         id=0,
         machine_id=0,
         gpu_name=box.tier,
-        num_gpus=tier.num_gpus,
+        num_gpus=box.gpus,
         gpu_ram_mb=tier.min_memory_mb,
         disk_space_gb=box.disk_gb,
         dph_total_usd=box.max_dph_usd,

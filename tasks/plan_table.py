@@ -47,8 +47,10 @@ def facts(plan: Plan) -> list[str]:
     said += plan.notes
     if fit:
         guess = "" if fit.exact else "; estimated from model.size_gb, no config.json was found in the bucket"
+        each = f" on each of {fit.gpus} cards" if fit.gpus > 1 else ""
+        host = f", {fit.host_gb:.0f} GB of host memory" if fit.host_gb is not None else ""
         said.append(
-            f"memory: {fit.needed_gb:.1f} of {fit.available_gb:.1f} GB in phase {fit.phase} ({parts_sentence(fit)}){guess}"
+            f"memory: {fit.needed_gb:.1f} of {fit.available_gb:.1f} GB{each} in phase {fit.phase} ({parts_sentence(fit)}){host}{guess}"
         )
     said.append(f"{plan.found} offers found, {len(plan.offers)} pass every filter")
     return [*said, plan.advice] if plan.advice else said

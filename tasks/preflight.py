@@ -126,7 +126,8 @@ def step_check(recipe: Recipe, tokens_s: str | None, planned_step_s: Mapping[str
         return Check(
             id="step_seconds", verdict="unknown", actual=seen, required="the plan's", unit="s", purpose=purpose
         )
-    steps = [(step_tokens(phase) / float(tokens_s), planned_step_s[phase.name], phase.name) for phase in phases]
+    together_s = float(tokens_s) * recipe.box.gpus
+    steps = [(step_tokens(phase) / together_s, planned_step_s[phase.name], phase.name) for phase in phases]
     seen_s, planned_s, name = max(steps, key=lambda step: step[0] / step[1])
     good = seen_s <= _SLOWER_THAN_PLANNED * planned_s
     return Check(
@@ -146,7 +147,7 @@ def wanted_of(box: Box, offer: Offer | None, *, now: float, round_trip_s: float)
     memory = tier.min_memory_mb if offer is None else offer.gpu_ram_mb * _MEMORY_SHARE
     return {
         "device": box.device,
-        "num_gpus": offer.num_gpus if offer else tier.num_gpus,
+        "num_gpus": offer.num_gpus if offer else box.gpus,
         "gpu_memory_mb": memory,
         "min_driver": box.min_driver,
         "min_cuda": box.min_cuda,

@@ -286,8 +286,8 @@ class _Renting:
             wrong.append(("bid", box.is_bid, want.interruptible, "other"))
         if box.machine_id is not None and box.machine_id != request.offer.machine_id:
             wrong.append(("machine", box.machine_id, request.offer.machine_id, "other"))
-        if box.num_gpus is not None and box.num_gpus != tier.num_gpus:
-            wrong.append(("GPUs", box.num_gpus, tier.num_gpus, "host"))
+        if box.num_gpus is not None and box.num_gpus != want.gpus:
+            wrong.append(("GPUs", box.num_gpus, want.gpus, "host"))
         if box.gpu_name and _card(box.gpu_name) != _card(request.offer.gpu_name):
             wrong.append(("GPU", box.gpu_name, request.offer.gpu_name, "host"))
         if box.gpu_ram_mb is not None and not tier.min_memory_mb <= box.gpu_ram_mb <= tier.max_memory_mb:

@@ -38,6 +38,7 @@ class Offer:
     cpu_ram_mb: int = 515_000
     cpu_cores: int | None = 128
     cpu_cores_effective: float = 32.0
+    pcie_bw_gbs: float = 52.1
     gpu_max_power_w: int = 600
     gpu_mem_bw_gbs: float = 1512.4
     total_tflops: float = 119.8
@@ -86,8 +87,8 @@ class Offer:
             "dlperf": round(self.total_tflops * 1.93, 1),
             "dlperf_per_dphtotal": round(self.total_tflops * 1.93 / total, 1),
             "flops_per_dphtotal": round(self.total_tflops / total, 1),
-            "pcie_bw": 52.1,
-            "pci_gen": 5,
+            "pcie_bw": self.pcie_bw_gbs,
+            "pci_gen": 5 if self.pcie_bw_gbs > 30 else 4,
             "bw_nvlink": 0,
             "cpu_arch": self.cpu_arch,
             "cpu_name": "EPYC 9554",
@@ -152,6 +153,15 @@ def _pro6000(id: int, machine_id: int, dph: float, note: str, **facts: Any) -> O
     return Offer(id, machine_id, gpu_ram_mb=97_887, compute_cap=1200, dph_base_usd=dph, note=note, **facts)
 
 
+def _several(
+    id: int, machine_id: int, gpus: int, name: str, memory_mb: int, cap: int, dph: float, note: str, **facts: Any
+) -> Offer:
+    """A big machine, whole: the price is for all its cards."""
+    whole = {"cpu_ram_mb": 1_031_000, "cpu_cores": 128, "cpu_cores_effective": 128.0, "disk_gb": 7000.0}
+    links = {"inet_down_mbps": 4200.0, "inet_up_mbps": 2900.0}
+    return Offer(id, machine_id, name, memory_mb, cap, dph, note, num_gpus=gpus, **{**whole, **links, **facts})
+
+
 def _rehearsal(id: int, machine_id: int, dph: float, note: str, **facts: Any) -> Offer:
     return Offer(
         id,
@@ -193,8 +203,32 @@ OFFERS: tuple[Offer, ...] = (
     Offer(24001015, 35115, "H200", 143_771, 900, 2.3000, "tier h200", geolocation="Frankfurt, DE"),
     Offer(24001016, 35116, "H200 NVL", 143_771, 900, 2.1500, "tier h200, other name", geolocation="Texas, US"),
     Offer(24001017, 35117, "B200", 183_359, 1000, 3.4000, "tier b200", geolocation="Stockholm, SE"),
+    _several(24001018, 35118, 4, "H100 SXM", 81_559, 900, 8.9000, "four cards of 80 GB"),
+    _several(24001019, 35119, 4, "H100 PCIE", 81_559, 900, 8.2000, "four cards of 80 GB, no links among them"),
+    _several(24001020, 35120, 2, "H100 SXM", 81_559, 900, 4.3000, "two of them"),
+    _several(24001021, 35121, 8, "H100 SXM", 81_559, 900, 17.600, "eight of them"),
+    _several(24001022, 35122, 4, "A100 SXM4", 81_920, 800, 4.4000, "four cards of 80 GB, older", pcie_bw_gbs=25.4),
+    _several(24001023, 35123, 2, "H200", 143_771, 900, 4.7000, "two cards of 141 GB"),
+    _several(24001024, 35124, 1, "H100 SXM", 81_559, 900, 2.2000, "one card, 258 GB", cpu_cores_effective=32.0),
+    _several(24001025, 35125, 1, "H100 SXM", 81_559, 900, 1.9500, "one card, 129 GB", cpu_cores_effective=16.0),
+    _several(
+        24001026,
+        35126,
+        1,
+        "H100 SXM",
+        81_559,
+        900,
+        2.0500,
+        "one card, slow bus",
+        cpu_cores_effective=32.0,
+        pcie_bw_gbs=12.3,
+    ),
+    Offer(24001027, 35127, "RTX 5090", 32_607, 1200, 0.4400, "32 GB", geolocation="Warsaw, PL"),
+    Offer(24001028, 35128, "L40S", 46_068, 890, 0.5500, "48 GB", geolocation="Texas, US", pcie_bw_gbs=25.1),
+    Offer(24001029, 35129, "RTX 4090", 24_564, 890, 0.3100, "24 GB", pcie_bw_gbs=24.6),
     _rehearsal(24002001, 36001, 0.30, "cheapest: the box that faults hit by default"),
     _rehearsal(24002002, 36002, 0.36, "second", geolocation="Warsaw, PL"),
     _rehearsal(24002003, 36003, 0.45, "third", geolocation="Amsterdam, NL"),
+    _rehearsal(24002005, 36005, 0.70, "two cards", num_gpus=2),
     _rehearsal(24002004, 36004, 0.60, "fourth", geolocation="Helsinki, FI"),
 )

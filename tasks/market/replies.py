@@ -232,6 +232,7 @@ def offer_of(row: Any) -> Offer:
         geolocation=_text(row, "geolocation"),
         duration_s=_number(row, "duration"),
         host_memory_gb=_memory_share_gb(row),
+        pcie_gbs=_number(row, "pcie_bw"),
         direct_port_count=_integer_or_none(row, "direct_port_count") or 0,
     )
 

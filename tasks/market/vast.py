@@ -325,14 +325,14 @@ def _trusted() -> ssl.SSLContext:
 
 
 def search_body(want: BoxWanted) -> dict[str, Any]:
-    """Asks loosely (tier's memory band and GPU count, for rent now) so that our own filters can say what each of them removed.
+    """Asks loosely (tier's memory band and the GPU count, for rent now) so that our own filters can say what each of them removed.
 
     `allocated_storage` is the disk that will be asked for: without it the price is that of 5 or 8 GB.
     """
     tier = TIERS[want.tier]
     return {
         "gpu_ram": {"gte": tier.min_memory_mb, "lte": tier.max_memory_mb},
-        "num_gpus": {"eq": tier.num_gpus},
+        "num_gpus": {"eq": want.gpus},
         "external": {"eq": False},
         "rentable": {"eq": True},
         "type": "bid" if want.interruptible else "on-demand",

@@ -34,6 +34,8 @@ class Want:
     """What a checkpoint needs to be durable within budget.upload_s."""
     bad_machines: Mapping[int, str] = field(default_factory=dict)
     """Machine ids and why they are left out."""
+    no_room: Mapping[int, str] = field(default_factory=dict)
+    """Offer ids and why a 4-bit base does not fit there."""
     max_usd: float | None = None
     run_usd: Mapping[int, float] = field(default_factory=dict)
     """Dollars of the whole run by offer id."""
@@ -202,8 +204,8 @@ def _architecture(offer: Offer, want: Want) -> str | None:
 
 
 def _gpu_count(offer: Offer, want: Want) -> str | None:
-    """A second card is paid for and stands idle."""
-    wanted = TIERS[want.box.tier].num_gpus
+    """A card too many is paid for and stands idle; with one too few the base has no room."""
+    wanted = want.box.gpus
     return None if offer.num_gpus == wanted else f"{offer.num_gpus} GPUs, want {wanted}"
 
 
@@ -303,6 +305,11 @@ def _host_memory(offer: Offer, want: Want) -> str | None:
     return f"{offer.host_memory_gb:.0f} GB of host memory for us, want {want.box.min_host_memory_gb:.0f}"
 
 
+def _room(offer: Offer, want: Want) -> str | None:
+    """A base that finds no room is told after half an hour of download, and no floor that is lowered makes any."""
+    return want.no_room.get(offer.id)
+
+
 def _remembered(offer: Offer, want: Want) -> str | None:
     """The cheapest box stays the cheapest after it has failed: without a memory it is rented again and again."""
     reason = want.bad_machines.get(offer.machine_id)
@@ -313,13 +320,14 @@ RULES: tuple[Rule, ...] = (
     Rule("memory", _memory, "take another box.tier", fixed=True),
     Rule("compute capability", _compute_capability, "take another box.tier", fixed=True),
     Rule("architecture", _architecture, "no setting: packages are for one", fixed=True),
-    Rule("GPU count", _gpu_count, "take another box.tier", fixed=True),
+    Rule("GPU count", _gpu_count, "change box.gpus (a 4-bit base alone takes several)", fixed=True),
     Rule("rentable", _rentable, "wait for the box to become free"),
     Rule("verified", _verified, "no setting: never rented", fixed=True),
     Rule("CUDA", _cuda, "lower box.min_cuda (the image must agree)"),
     Rule("driver", _driver, "lower box.min_driver (the image must agree)"),
     Rule("disk", _disk, "lower box.disk_gb"),
     Rule("host memory", _host_memory, "lower box.min_host_memory_gb"),
+    Rule("4-bit base", _room, "change box.gpus or box.tier, or take smaller micro-batches", fixed=True),
     Rule("price", _price, "raise box.max_dph_usd"),
     Rule("run cost", _run_cost, "raise budget.max_usd, or train fewer steps"),
     Rule("downlink", _download, "lower box.min_inet_down_mbps or raise budget.prefetch_s"),

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from tasks.domain import Offer
+from tasks.rules.memory import quantised_plan
 from tasks.rules.tiers import TIERS
 from training.contract.durable import BID_LOSSES_PER_H, LOSSES_PER_H, Interval, durable_interval
 from training.contract.flops import step_tokens
 from training.contract.memory import OPTIMIZER_B, WEIGHT_B, adapter_parameters
+from training.contract.quantised import Option, QuantisedPlan, load_s, rates, where
 from training.contract.recipe import GrpoPhase, Recipe
 from training.contract.shapes import QWEN36_35B, ModelShape, shape_of
 
@@ -72,6 +74,8 @@ class Work:
     phases: tuple[tuple[float, int], ...]
     """Of each phase left: seconds of training, and checkpoints that are saved in it."""
     train_s: float
+    load_s: float
+    """To read a 4-bit base, once for all phases; an unquantised one is read within the start of each."""
     checkpoint_gb: float
     adapter_gb: float
     model_gb: float
@@ -119,18 +123,27 @@ def money(usd: float) -> str:
 
 
 def work_left(
-    recipe: Recipe, done: Collection[str] = (), shape: ModelShape | None = None, experience: Experience | None = None
+    recipe: Recipe,
+    done: Collection[str] = (),
+    shape: ModelShape | None = None,
+    experience: Experience | None = None,
+    offer: Offer | None = None,
 ) -> Work:
-    """The phases still to do in seconds and GB. `shape` is the model's, where its config.json was read; otherwise that of its family and size."""
+    """The phases still to do in seconds and GB. `shape` is the model's, where its config.json was read; otherwise that of its family and size.
+
+    A 4-bit base waits for the links of its box, so its seconds are those of `offer`'s box, or of one that keeps the recipe's floors.
+    """
     shape, experience = shape or shape_of(recipe.model), experience or Experience()
     left = [name for name in recipe.phase_names if name not in done]
-    paces = {name: _pace(recipe, name, shape, experience) for name in left}
+    streamed = _streamed(recipe, shape, offer)
+    paces = {name: _pace(recipe, name, shape, experience, streamed) for name in left}
     overheads = _OVERHEADS[recipe.box.device]
     unfit_boxes, unfit_source = _unfit(experience, overheads)
     phases = tuple(_seconds_and_saves(recipe, name, pace) for name, (pace, _) in paces.items())
     return Work(
         phases=phases,
         train_s=sum(seconds for seconds, _ in phases),
+        load_s=load_s(recipe, streamed.hardware) if streamed and left else 0.0,
         checkpoint_gb=checkpoint_gb(recipe, shape),
         adapter_gb=adapter_gb(recipe, shape),
         model_gb=recipe.model.size_gb,
@@ -139,7 +152,11 @@ def work_left(
         gpu_factor=BID_MARGIN if recipe.box.interruptible else 1.0,
         unfit_boxes=unfit_boxes,
         hours_from="measured" if all(measured for _, measured in paces.values()) else "predicted",
-        notes=(*_sources({name: pace for name, (pace, _) in paces.items()}), *unfit_source),
+        notes=(
+            *_sources({name: pace for name, (pace, _) in paces.items()}),
+            *(_how_streamed(streamed) if streamed else ()),
+            *unfit_source,
+        ),
     )
 
 
@@ -151,7 +168,7 @@ def cost_of(work: Work, offer: Offer) -> Cost:
     # The last checkpoint and the exported adapter keep the box after training.
     last_upload_s = transfer_s(work.checkpoint_gb + work.adapter_gb, up_mbps)
     up_gb = _uploads_gb(work, offer)
-    starts_s = extra.phase_start_s * len(work.phases)
+    starts_s = extra.phase_start_s * len(work.phases) + work.load_s
     billed_h = (extra.install_s + prefetch_s + starts_s + work.train_s + last_upload_s) / 3600
     hours = billed_h + extra.boot_s / 3600
     disk_usd_h = storage_usd_h(offer, work.disk_gb)
@@ -185,9 +202,10 @@ def storage_usd_h(offer: Offer, disk_gb: int) -> float:
     return (offer.storage_usd_gb_month or 0.0) * disk_gb / HOURS_A_MONTH
 
 
-def phase_s(recipe: Recipe, name: str, shape: ModelShape | None = None) -> float:
-    """Seconds of training of one phase: steps times what the recipe says that one takes, or is predicted to."""
-    pace, _ = _pace(recipe, name, shape or shape_of(recipe.model), Experience())
+def phase_s(recipe: Recipe, name: str, shape: ModelShape | None = None, offer: Offer | None = None) -> float:
+    """Seconds of training of one phase: steps times what the recipe says that one takes, or is predicted to on the box of `offer`."""
+    shape = shape or shape_of(recipe.model)
+    pace, _ = _pace(recipe, name, shape, Experience(), _streamed(recipe, shape, offer))
     return recipe.phase(name).steps * pace.step_s
 
 
@@ -258,14 +276,35 @@ def _unfit(experience: Experience, overheads: Overheads) -> tuple[float, tuple[s
     return rate, (said,) if rate else ()
 
 
-def _pace(recipe: Recipe, name: str, shape: ModelShape, experience: Experience) -> tuple[Pace, bool]:
+def _pace(
+    recipe: Recipe, name: str, shape: ModelShape, experience: Experience, streamed: QuantisedPlan | None
+) -> tuple[Pace, bool]:
     """Seconds a step of this phase, and whether anybody measured them."""
     if recipe.step_seconds:
         return Pace(recipe.step_seconds, "measured before, by step_seconds of the recipe"), True
     if name in experience.paces:
         pace = experience.paces[name]
         return Pace(pace.step_s, f"measured here: {pace.source}"), True
+    if streamed:
+        return Pace(_way(streamed).step_s[name], f"predicted ({rates(streamed)})"), False
     return Pace(_predicted_step_s(recipe, name, shape), "predicted"), False
+
+
+def _streamed(recipe: Recipe, shape: ModelShape, offer: Offer | None = None) -> QuantisedPlan | None:
+    """How the 4-bit base would run there; None without one, and where no card computes."""
+    if recipe.model.quantisation == "none" or recipe.box.device != "cuda":
+        return None
+    return quantised_plan(recipe, shape, offer)
+
+
+def _way(streamed: QuantisedPlan) -> Option:
+    """What does not fit is refused elsewhere; its seconds are those of the way that comes nearest."""
+    return streamed.chosen or min(streamed.options, key=lambda option: option.needed_gb)
+
+
+def _how_streamed(streamed: QuantisedPlan) -> tuple[str, ...]:
+    way = _way(streamed)
+    return (f"4-bit base: {way.strategy}, {where(way.strategy, streamed.hardware.gpus)}",)
 
 
 def _sources(paces: Mapping[str, Pace]) -> list[str]:

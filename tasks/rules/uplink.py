@@ -48,6 +48,8 @@ class Predicament:
     """Of budget.max_hours."""
     new_box: NewBox | None
     """None: no other offer fits."""
+    light_allowed: bool = True
+    """By the recipe's `allow: [light_checkpoints]`."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +122,8 @@ def _wait(seen: Predicament) -> Projection:
 def _light(seen: Predicament) -> Projection:
     if seen.light_bytes is None:
         return Projection("light", math.inf, math.inf, "is not possible")
+    if not seen.light_allowed:
+        return Projection("light", math.inf, math.inf, "is not allowed (allow: [light_checkpoints])")
     # The light form is another file: nothing of what has arrived counts for it. What follows is sent lightly, too.
     return _stay(seen, "light", seen.light_bytes, seen.light_bytes)
 

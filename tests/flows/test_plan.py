@@ -86,7 +86,29 @@ MISTAKES = {
         2, ["LIVERY_MARKET_API_KEY", "refuses this key"], environ={"LIVERY_MARKET_API_KEY": "revoked-key-123"}
     ),
     "no credit": Mistake(2, ["credit: $0.05 left", "needs $", "add at least"], credit_usd=0.05),
-    "an unknown tier": Mistake(2, ["box.tier", "h100", "rtxpro6000"], arguments=("--tier", "h100")),
+    "an unknown tier": Mistake(2, ["box.tier", "h800", "rtxpro6000"], arguments=("--tier", "h800")),
+    "a 4-bit base with too little host memory": Mistake(
+        2,
+        [
+            "cannot hold the 4-bit base",
+            "22.5 GB of host memory, the box has 16.0",
+            "would fit: box.min_host_memory_gb 23",
+        ],
+        changes={
+            "model": {"quantisation": "nf4", "execution": "host"},
+            "box": {"tier": "rtx4090", "min_host_memory_gb": 16},
+            "adapters": {"rank": 8, "alpha": 16},
+        },
+    ),
+    "a disk without room for the 4-bit cache": Mistake(
+        2,
+        ["box.disk_gb: 75", "its 4-bit cache 19", "leave model.nf4_cache out"],
+        changes={
+            "model": {"quantisation": "nf4", "nf4_cache": True},
+            "box": {"disk_gb": 75},
+            "adapters": {"rank": 8, "alpha": 16},
+        },
+    ),
     "a bucket with no region": Mistake(
         2, ["LIVERY_S3_REGION", "eu-central-1"], environ={"LIVERY_S3_REGION": None, "LIVERY_S3_ENDPOINT_URL": None}
     ),
@@ -152,6 +174,16 @@ def test_a_bucket_in_europe_takes_european_hosts_and_says_so(
     planned = json.loads(capsys.readouterr().out)
     assert {ranked["offer"]["country"] for ranked in planned["offers"]} <= {"DE", "FR", "FI"}
     assert planned["notes"][-1].endswith("for a bucket in eu-central-1")
+
+
+def test_the_plan_of_a_4_bit_base_shows_strategy_memory_hours_and_dollars(
+    environment: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "qwen3-235b-a22b-qlora"]) == 0
+    said = capsys.readouterr().out
+    assert "4-bit base: all_gather, experts spread over the cards, the next packed layer gathered ahead" in said
+    assert "GB on each of 4 cards in phase sft (base 31.9" in said and "12 GB of host memory" in said
+    assert "predicted (rates scaled from an H200's, not measured)" in said and "on the best offer" in said
 
 
 def test_a_plan_on_the_terminal_never_loads_prefect(environment: dict[str, str], tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def _nothing_left(rehearsal: Rehearsal) -> Iterator[None]:
 def test_the_sdk_searches_creates_shows_labels_lists_and_destroys(sdk: Callable[[str], Any]) -> None:
     result = sdk(
         """
-offers = v.search_offers(query='gpu_name="Rehearsal CPU" gpu_ram>=7 disk_space>=20 inet_up>=200', order='dph_total', storage=20)
+offers = v.search_offers(query='gpu_name="Rehearsal CPU" gpu_ram>=7 num_gpus=1 disk_space>=20 inet_up>=200', order='dph_total', storage=20)
 made = v.create_instance(id=offers[0]['id'], image='pytorch', disk=20, label='livery:o:1:9', env='-e A=b', ssh=True, direct=True)
 i = made['new_contract']
 shown = v.show_instance(i)
@@ -117,7 +117,7 @@ print(json.dumps([len(offers), box.id, [i.id for i in listed], box.label, box.gp
 
 def test_the_cli_searches_creates_lists_labels_and_destroys(cli: Callable[..., str], rehearsal: Rehearsal) -> None:
     offers = json.loads(
-        cli("search", "offers", "gpu_name=Rehearsal_CPU", "--raw", "--storage", "20", "-o", "dph_total")
+        cli("search", "offers", "gpu_name=Rehearsal_CPU num_gpus=1", "--raw", "--storage", "20", "-o", "dph_total")
     )
     assert len(offers) == 4
     made = json.loads(

@@ -65,6 +65,20 @@ def test_more_steps_or_another_name_leave_the_pace_as_it_is() -> None:
     assert pace_digest(other, "sft") == pace_digest(recipe(), "sft")
 
 
+def test_a_4_bit_base_and_the_number_of_its_cards_have_paces_of_their_own() -> None:
+    def digest(gpus: int, **model: Any) -> str:
+        wanted = recipe(model=model, box={"gpus": gpus}, adapters={"rank": 8})
+        return pace_digest(wanted, "sft")
+
+    made = {digest(1), digest(1, quantisation="nf4"), digest(4, quantisation="nf4")}
+    assert len(made | {digest(4, quantisation="nf4", execution="host")}) == 4
+
+
+def test_paces_kept_before_4_bit_bases_are_found_again() -> None:
+    """Frozen: what an earlier version measured stays known."""
+    assert pace_digest(recipe(), "sft") == "399db016031e9da13332bc4dbcda2b007e542f6f1b1107fc2a1f0cd02786b623"
+
+
 def test_boxes_that_never_trained_are_counted_and_those_at_work_are_not(store: Store) -> None:
     def attempt(number: int, steps: list[str], **facts: Any) -> Attempt:
         spans = tuple(Span(step=step, started_at=NOW, ended_at=NOW + 1) for step in steps)

@@ -12,11 +12,15 @@ from tasks.hosts import remember
 from tasks.market.vast import VastMarket
 from tasks.offers import choose, done_phases, plan_run, require_rentable
 from tasks.plan_table import filter_rows, offer_rows, plan_table
+from tasks.recipes import load_recipe
+from tasks.rules.pricing import cost_of, work_left
 from tests.tasks.pretend import NOW, Pretend, recipe, rehearsal_recipe
 from training.box.store import Store
 from training.contract import layout
 from training.contract.manifest import Manifest
+from training.contract.quantised import hardware_of, plan_quantised
 from training.contract.recipe import Recipe
+from training.contract.shapes import QWEN3_235B
 
 
 def test_the_plan_ranks_by_dollars_for_the_run_and_not_by_the_hour(market: VastMarket, store: Store) -> None:
@@ -117,6 +121,51 @@ def test_an_account_that_cannot_pay_for_the_plan_is_told_how_much_is_needed(
         require_rentable(plan)
     pretend.market.credit_usd = needed + 0.01
     assert require_rentable(plan_run(recipe(step_seconds=30.0), market, store, now=NOW)) == plan.offers[0]
+
+
+def test_a_4_bit_base_is_planned_on_each_box_by_its_own_links(market: VastMarket, store: Store) -> None:
+    plan = plan_run(load_recipe("qwen3-235b-a22b-qlora"), market, store, now=NOW)
+    assert [ranked.offer.gpu_name for ranked in plan.offers] == ["H100 SXM", "H100 PCIE"], (
+        "the dearer hour, the cheaper run"
+    )
+    assert {count.rule: count.removed for count in plan.funnel if count.removed} == {"compute capability": 1}
+    assert plan.memory and (plan.memory.execution, plan.memory.gpus) == ("all_gather", 4)
+    assert "4-bit base: all_gather, experts spread over the cards" in plan_table(plan)
+
+
+def test_one_card_for_a_base_in_host_memory_wants_that_memory(market: VastMarket, store: Store) -> None:
+    plan = plan_run(load_recipe("qwen3-235b-a22b-qlora-1gpu"), market, store, now=NOW)
+    assert [ranked.offer.machine_id for ranked in plan.offers] == [35124, 35126], (
+        "a slow bus costs more than its hours save"
+    )
+    counts = {count.rule: count for count in plan.funnel}
+    assert counts["host memory"].removed == counts["4-bit base"].removed == 1
+    assert counts["host memory"].alone == 0, "a lower floor would not make room"
+
+
+def test_a_floor_higher_than_the_4_bit_base_needs_can_be_lowered(market: VastMarket, store: Store) -> None:
+    wanted = load_recipe("qwen3-235b-a22b-qlora-1gpu")
+    high = wanted.model_copy(update={"box": wanted.box.model_copy(update={"min_host_memory_gb": 300})})
+    plan = plan_run(high, market, store, now=NOW)
+    counts = {count.rule: count for count in plan.funnel}
+    assert plan.offers == () and (counts["host memory"].removed, counts["host memory"].alone) == (3, 2)
+    assert plan.advice.startswith("loosen host memory (lower box.min_host_memory_gb): gives 2 offers")
+
+
+def test_the_plan_of_the_flow_is_the_one_from_the_shape_alone(market: VastMarket, store: Store) -> None:
+    """What `python -m training.sharded plan` computes, on the best offer's box: steps, loads and the dollars of both."""
+    wanted = load_recipe("qwen3-235b-a22b-qlora")
+    planned = plan_run(wanted, market, store, now=NOW)
+    best = planned.offers[0].offer
+    box = hardware_of("h100", 4, best.host_memory_gb or 0, dph_usd=best.dph_total_usd, name="H100 SXM", pcie_gbs=52.1)
+    alone = plan_quantised(wanted, QWEN3_235B, box)
+    assert sum(planned.phase_hours.values()) == pytest.approx(alone.train_hours, rel=0.01)
+    cost = cost_of(work_left(wanted, offer=best), best)
+    other_h = cost.hours - (alone.train_hours + alone.load_hours)
+    # Boot, install, 470 GB of download, the start of two phases and the last upload.
+    assert other_h == pytest.approx((240 + 240 + 470 * 8000 / 2000 + 2 * 120) / 3600, abs=0.05)
+    assert planned.memory and planned.memory.parts["base"] == pytest.approx(127.74 / 4, rel=0.01)
+    assert alone.chosen and planned.memory.needed_gb == pytest.approx(alone.chosen.needed_gb, rel=0.01)
 
 
 def test_a_thousand_offers_and_two_thousand_more_are_chosen_from_at_once(capsys: pytest.CaptureFixture[str]) -> None:

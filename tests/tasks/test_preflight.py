@@ -138,6 +138,8 @@ def test_the_step_that_the_card_can_do_is_held_against_the_plans() -> None:
     assert (quick.verdict, quick.actual) == ("pass", "1.00 at best in phase sft")
     slow = preflight.step_check(recipe, str(tokens / 3), {"sft": 1.0})
     assert (slow.verdict, slow.blame) == ("fail", "host") and "3.00 at best" in slow.sentence
+    several = recipe.model_copy(update={"box": recipe.box.model_copy(update={"gpus": 4})})
+    assert preflight.step_check(several, str(tokens / 4), {"sft": 1.0}).actual == "1.00 at best in phase sft"
     assert preflight.step_check(recipe, None, {"sft": 1.0}).verdict == "unknown"
     assert preflight.step_check(recipe, "1", {}).verdict == "unknown"
 

@@ -13,8 +13,15 @@ def test_every_shipped_recipe_is_read(name: str) -> None:
     assert load_recipe(name).phases
 
 
-def test_the_three_recipes_are_shipped() -> None:
-    assert {"qwen3.6-35b-a3b", "qwen3-235b-a22b-qlora", "tiny-moe"} <= set(shipped())
+def test_the_recipes_are_shipped() -> None:
+    wanted = {
+        "qwen3.6-35b-a3b",
+        "qwen3.6-35b-a3b-nf4",
+        "qwen3-235b-a22b-qlora",
+        "qwen3-235b-a22b-qlora-1gpu",
+        "tiny-moe",
+    }
+    assert wanted <= set(shipped())
 
 
 def test_an_unknown_recipe_names_the_nearest() -> None:

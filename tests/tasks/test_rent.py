@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,19 @@ def test_a_box_that_is_not_what_was_rented_goes_back(
         renting()
     assert caught.value.blame == blame and "verified gone" in str(caught.value)
     assert not pretend.market.alive()
+
+
+def test_a_box_with_fewer_cards_than_were_rented_goes_back(
+    pretend: Pretend, market: VastMarket, store: Store, clock: Clock, tmp_path: Path
+) -> None:
+    model = {"size_gb": 0.01, "dtype": "float32", "quantisation": "nf4"}
+    request = rent_request(market, rehearsal_recipe(model=model, box={"gpus": 2}))
+    offers = pretend.market.offers
+    offers[request.offer.id] = replace(offers[request.offer.id], num_gpus=1)
+    current = pretend.settings(tmp_path, market_pace=0.1)
+    with pytest.raises(BootFailed, match="GPUs: seen 1, want 2") as caught:
+        rent(market, store, request, current, clock=clock, sleep=clock.sleep, destroy_s=300)
+    assert caught.value.blame == "host" and not pretend.market.alive()
 
 
 def test_a_bid_that_became_on_demand_goes_back(renting: Any, pretend: Pretend) -> None:

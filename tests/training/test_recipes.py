@@ -16,7 +16,14 @@ def test_every_shipped_recipe_parses(path: Path) -> None:
 
 
 def test_the_shipped_recipes_are_these() -> None:
-    assert {path.stem for path in RECIPES} == {"counting", "qwen3-235b-a22b-qlora", "qwen3.6-35b-a3b", "tiny-moe"}
+    assert {path.stem for path in RECIPES} == {
+        "counting",
+        "qwen3-235b-a22b-qlora",
+        "qwen3-235b-a22b-qlora-1gpu",
+        "qwen3.6-35b-a3b",
+        "qwen3.6-35b-a3b-nf4",
+        "tiny-moe",
+    }
 
 
 @pytest.mark.parametrize("name", ["tiny-moe", "counting", "qwen3.6-35b-a3b"])

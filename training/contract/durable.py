@@ -55,6 +55,10 @@ def durable_interval(
     return Interval(
         seconds,
         at_risk_usd,
-        f"a checkpoint of {size_bytes / 1e9:.3g} GB every {seconds:.0f} s ({limit}): {upload_s:.0f} s to send at {uplink_mbps:.3g} Mbps"
+        f"a checkpoint of {size_bytes / 1e9:.3g} GB every {seconds:.0f} s ({limit}): {upload_s:.0f} s to send at {_rate(uplink_mbps)} Mbps"
         f" and ${cost_usd:.3f}; at most ${at_risk_usd:.2f} of training at risk",
     )
+
+
+def _rate(mbps: float) -> str:
+    return f"{mbps:,.0f}" if mbps >= 100 else f"{mbps:.3g}"

@@ -136,6 +136,7 @@ class Transfer(_Event):
     done_bytes: int
     total_bytes: int
     mbps: float
+    """Over the line, in the last half minute; of the whole transfer in its last word."""
     eta_s: float | None = None
     finished: bool = False
     light_bytes: int | None = None

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from training.contract.cards import CARDS
 from training.contract.recipe import Adapters, CptPhase, DpoPhase, GrpoPhase, KtoPhase, SftPhase, Tier
 from training.contract.shapes import ModelShape
 
-PEAK_TFLOPS: dict[Tier, float] = {"rtxpro6000": 503.8, "h200": 989.0, "b200": 2250.0}
-"""Dense bf16 with fp32 sums, as the data sheets have it: NVIDIA's RTX Blackwell PRO paper, the H200 and DGX B200 data sheets (half of what they
-give with sparsity). What a card really reaches is less: 790 was measured on an H200, which then is the better peak."""
+PEAK_TFLOPS: dict[Tier, float] = {tier: card.peak_tflops for tier, card in CARDS.items() if tier != "rehearsal"}
+"""By data sheet; see `training.contract.cards`. The rehearsal has no card, so nothing to hold its arithmetic against."""
 
 
 @dataclass(frozen=True)

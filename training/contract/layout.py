@@ -93,6 +93,12 @@ def light_manifest(name: str, phase: str, step: int) -> str:
     return f"{light_manifests(name, phase)}{step:08d}.json"
 
 
+def first(name: str, phase: str, step: int) -> str:
+    """Prefix of what goes before a light checkpoint's routed experts: an adapter for people, in case the line dies. No checkpoint: nothing resumes from
+    it, and it goes when the checkpoint is there."""
+    return f"runs/{name}/first/{phase}/{step:08d}/"
+
+
 def mirror(source: str) -> str:
     """Prefix of the bucket's own copy of `hub:OWNER/NAME@COMMIT`."""
     return f"models/{source.removeprefix('hub:')}/"

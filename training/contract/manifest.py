@@ -9,6 +9,8 @@ from training.contract.events import GroupState
 from training.contract.model import Frozen, explain
 
 VERSION = 1
+RESUME = "resume.safetensors"
+"""In place of optimizer.pt on a base in 4 bits: weights and moments in one file, whatever the number of processes that wrote it."""
 # Without any one of these transformers resumes silently wrong (fresh optimizer, fresh schedule, phase-start weights): all or nothing.
 REQUIRED_FILES = (
     "adapter_config.json",
@@ -19,6 +21,7 @@ REQUIRED_FILES = (
     "trainer_state.json",
     "training_args.bin",
 )
+REQUIRED_QUANTISED = tuple(RESUME if name == "optimizer.pt" else name for name in REQUIRED_FILES)
 # A checkpoint made with other versions of these may load and mean something else; the others are recorded only.
 FROZEN_VERSIONS = ("peft", "transformers", "trl")
 

@@ -8,6 +8,7 @@ static parts at 4,096 tokens a micro-batch, 9.8 GB at 16,384. The prefill of a g
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import Literal
 
 from training.contract.model import Frozen
 from training.contract.recipe import GrpoPhase, KtoPhase, Phase, Recipe
@@ -39,6 +40,12 @@ class MemoryPlan(Frozen):
     """GB by what takes it: base, adapters, optimizer, and what training or generating adds."""
     exact: bool = True
     """False if the model's shape was estimated from its size."""
+    gpus: int = 1
+    """Cards of the box, each of which needs that much."""
+    execution: Literal["host", "all_gather", "expert_parallel"] | None = None
+    """How a 4-bit base is held; see `training.contract.quantised`. None: the base is not quantised."""
+    host_gb: float | None = None
+    """Host memory that a 4-bit base takes of the whole box."""
 
 
 def plan_memory(recipe: Recipe, shape: ModelShape, available_gb: float) -> MemoryPlan:

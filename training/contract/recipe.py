@@ -16,7 +16,12 @@ from training.contract.families import FAMILIES, Group
 from training.contract.model import Frozen, explain
 
 PhaseKind = Literal["cpt", "sft", "dpo", "kto", "grpo"]
-Tier = Literal["rtxpro6000", "h200", "b200", "rehearsal"]
+Tier = Literal["rtxpro6000", "h200", "b200", "h100", "a100", "l40s", "rtx5090", "rtx4090", "rehearsal"]
+Quantisation = Literal["none", "nf4"]
+Linears = Literal["nf4", "bf16"]
+Execution = Literal["auto", "host", "all_gather"]
+STREAMED_PHASES = ("cpt", "sft", "dpo", "kto")
+"""What a 4-bit base can be trained by: GRPO generates, which asks every layer for a few tokens at a time, and over a streamed base that takes days."""
 Allowance = Literal["slow_experts", "unpacked", "fewer_groups", "light_checkpoints"]
 RUN_NAME = re.compile(r"^[a-z0-9][a-z0-9-]{0,39}$")
 PHASE_NAME = re.compile(r"^[a-z][a-z0-9-]{0,23}$")
@@ -38,6 +43,16 @@ class Model(Frozen):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     mirror: bool = False
     """Take a hub's model from the bucket's own copy; the first box that has it from the hub uploads that, while nothing else waits for the uplink."""
+    quantisation: Quantisation = "none"
+    """`nf4`: the routed experts lie in 4-bit NormalFloat (4.5 bits a weight with their scales), quantised while the files are read. One layer at a
+    time is unpacked, so a base that no card holds can be trained, and several cards work on one run."""
+    linears: Linears = "nf4"
+    """With nf4: what the linear layers outside the routed experts become. `bf16` keeps them in `dtype`: 9.6 GB a card more for Qwen3-235B-A22B."""
+    execution: Execution = "auto"
+    """With nf4: where the experts lie. `host`: once in host memory, copied ahead to each card, layer by layer; `all_gather`: spread over the cards,
+    the next layer gathered ahead; `auto`: the faster of those that fit, by the box's measured links."""
+    nf4_cache: bool = False
+    """With nf4: keep the quantised base on the box's disk, so that a restart there reads a quarter of the bytes. Takes `disk_gb` for it."""
 
     @field_validator("family")
     @classmethod
@@ -54,6 +69,16 @@ class Model(Frozen):
         raise ValueError(
             "want 'hub:OWNER/NAME@<40-digit commit>' or 'bucket:PREFIX'; a branch name may move under a run"
         )
+
+    @model_validator(mode="after")
+    def _only_with_nf4(self) -> Model:
+        for name in ("linears", "execution", "nf4_cache") if self.quantisation == "none" else ():
+            value, default = getattr(self, name), type(self).model_fields[name].default
+            if value != default:
+                raise ValueError(
+                    f"{name}: {value} is of a 4-bit base, and quantisation is none; want quantisation: nf4, or leave {name} out"
+                )
+        return self
 
 
 class Adapters(Frozen):
@@ -86,7 +111,7 @@ class _Phase(Frozen):
     batch_size: int = Field(2, ge=1)
     """Rows per micro-batch."""
     accumulation: int = Field(8, ge=1)
-    """Micro-batches per optimizer step."""
+    """Micro-batches per optimizer step, those of all cards together: with `box.gpus` of 4 and 16 here each card takes 4."""
     max_length: int = Field(2048, ge=16)
     """Tokens per row; longer rows are dropped and counted (CPT splits them instead)."""
     warmup_steps: int = Field(0, ge=0)
@@ -170,13 +195,15 @@ class Box(Frozen):
     """The box to rent. Names of cards vary in listings, so a tier is a memory band plus a compute capability."""
 
     tier: Tier
+    gpus: int = Field(1, ge=1, le=8)
+    """Cards of one box. More than one only with `model.quantisation: nf4`."""
     device: Literal["cuda", "cpu", "none"] = "cuda"
     """`none` is for the counting trainer, which trains nothing and only rehearses the machinery."""
     image: str = "pytorch/pytorch:2.11.0-cuda13.0-cudnn9-devel"
     disk_gb: int = Field(250, ge=8)
     """Not resizable later; base model + merged copy + FP8 copy of a 35B need 250."""
     max_dph_usd: float = Field(1.30, gt=0)
-    """Cap on $/h for this disk. Never relaxed by the program."""
+    """Cap on $/h for the whole box with this disk. Never relaxed by the program."""
     interruptible: bool = False
     """Bid instances may be reclaimed at any moment: for short runs only."""
     min_inet_down_mbps: float = Field(250, ge=0)
@@ -190,6 +217,7 @@ class Box(Frozen):
     min_pids: int = Field(4096, ge=0)
     """Containers with pids.max of 1024 break the downloader and OpenMP."""
     min_host_memory_gb: float = Field(96, ge=0)
+    """The box's share of its machine's memory, in GB as the market has it. A 4-bit base in host memory may need more than this: the plan says so."""
     min_disk_free_gb: float | None = None
     """Measured on the box at the first login; by default 80 % of disk_gb, since the image takes its part."""
     max_clock_skew_s: float = Field(60, gt=0)
@@ -254,6 +282,8 @@ class Recipe(Frozen):
     """`counting` keeps the runner's whole contract and trains nothing; it rehearses faults in seconds."""
     step_seconds: float | None = Field(None, gt=0)
     """Seconds a step measured before for this recipe and tier; empty = predicted, and the plan says so."""
+    checkpoint_mb: float | None = Field(None, gt=0, le=1000)
+    """With the counting trainer: what each of its checkpoints has, 0.26 unless said; a real one's size follows from its adapters."""
     optimizer: Literal["adamw_8bit", "adamw"] = "adamw_8bit"
     """State of 2.03 bytes a parameter, or of 8 in fp32. With fp32 state a rank-32 adapter of all experts does not fit 96 GB beside the 35B."""
     trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
@@ -280,6 +310,8 @@ class Recipe(Frozen):
             )
         if (self.trainer == "counting") != (self.box.device == "none"):
             raise ValueError("trainer: 'counting' goes with box.device: none, and only with it")
+        if self.checkpoint_mb is not None and self.trainer != "counting":
+            raise ValueError("checkpoint_mb: only the counting trainer's checkpoints are of any size; leave it out")
         if (self.box.tier == "rehearsal") == (self.box.device == "cuda"):
             raise ValueError("box.device: the rehearsal tier has no GPU (cpu or none); every other tier wants cuda")
         known = FAMILIES[self.model.family].groups
@@ -287,7 +319,25 @@ class Recipe(Frozen):
             raise ValueError(
                 f"adapters.groups: {self.model.family} has no {' and no '.join(strange)}; name some of {', '.join(known)}"
             )
+        self._require_trainable_cards()
         return self
+
+    def _require_trainable_cards(self) -> None:
+        gpus, quantised = self.box.gpus, self.model.quantisation == "nf4"
+        if gpus > 1 and not quantised:
+            raise ValueError(
+                f"box.gpus: {gpus} cards for a base that is not quantised; several cards train a 4-bit base only: want 1, or model.quantisation: nf4"
+            )
+        for phase in self.phases if quantised else ():
+            if phase.kind not in STREAMED_PHASES:
+                raise ValueError(
+                    f"phases.{phase.name}: {phase.kind} cannot run on a 4-bit base, which is streamed layer by layer; "
+                    f"want {', '.join(STREAMED_PHASES)}, or model.quantisation: none"
+                )
+            if phase.accumulation % gpus:
+                raise ValueError(
+                    f"phases.{phase.name}.accumulation: {phase.accumulation} micro-batches a step over {gpus} cards (box.gpus); want a multiple of {gpus}"
+                )
 
     def phase(self, name: str) -> CptPhase | SftPhase | DpoPhase | KtoPhase | GrpoPhase:
         """The phase of that name; KeyError if the recipe has none."""
@@ -310,6 +360,9 @@ class Recipe(Frozen):
         model = {"source": True, "family": True, "size_gb": True, "dtype": True}
         deciding: Any = {"model": model, "adapters": True, "optimizer": True, "seed": True, "trainer": True}
         decides = self.model_dump(mode="json", include=deciding)
+        if self.model.quantisation != "none":
+            # Where the experts lie and how many cards there are change no weight; rounding them does.
+            decides["quantised"] = {"quantisation": self.model.quantisation, "linears": self.model.linears}
         # Without packing the same rows make other steps.
         decides["unpacked"] = "unpacked" in self.allow
         decides["phases"] = [

@@ -83,6 +83,16 @@ class ModelShape:
         idle = self.expert_parameters * (self.experts - self.experts_per_token) // self.experts
         return self.parameters - lookup - idle
 
+    @property
+    def linear_parameters(self) -> int:
+        """The linear layers outside the routed experts that LoRA may adapt, tiny gates left out: what of the rest may be kept in 4 bits."""
+        return sum(
+            layers * size_in * size_out
+            for group, family in FAMILIES[self.family].linears.items()
+            for leaf, (size_in, size_out) in self.linears(group).items()
+            if leaf in family.leaves and (layers := self._layers_of(group))
+        )
+
     def lora_parameters(self, adapters: Adapters) -> dict[str, int]:
         """Trainable parameters a group at the adapters' rank, A and B together; groups that this model lacks have 0."""
         return {group: adapters.rank * sum(self._widths(group, adapters)) for group in adapters.groups}
@@ -114,10 +124,13 @@ class ModelShape:
         family = FAMILIES[self.family]
         if group not in family.linears:
             return
-        layers = {None: self.layers, "full_attention": self.attention_layers, "linear_attention": self.linear_layers}
         linears = self.linears(group)
         for leaf in family.leaves(group, gate_projections=adapters.gate_projections):
-            yield layers[family.linears[group].layer_type] * sum(linears[leaf])
+            yield self._layers_of(group) * sum(linears[leaf])
+
+    def _layers_of(self, group: str) -> int:
+        layers = {None: self.layers, "full_attention": self.attention_layers, "linear_attention": self.linear_layers}
+        return layers[FAMILIES[self.family].linears[group].layer_type]
 
     def linears(self, group: str) -> dict[str, tuple[int, int]]:
         """(in, out) of each linear layer of a group, by its leaf name."""

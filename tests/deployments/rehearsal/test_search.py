@@ -83,8 +83,8 @@ def test_storage_asked_for_hides_offers_with_less_disk(call: MarketCaller) -> No
 
 
 def test_gpu_names_match_exactly(call: MarketCaller) -> None:
-    assert len(notes(call, {"gpu_name": {"eq": "H200"}})) == 1
-    assert len(notes(call, {"gpu_name": {"in": ["H200", "H200 NVL"]}})) == 2
+    assert len(notes(call, {"gpu_name": {"eq": "H200"}, "num_gpus": {"eq": 1}})) == 1
+    assert len(notes(call, {"gpu_name": {"in": ["H200", "H200 NVL"]}, "num_gpus": {"eq": 1}})) == 2
 
 
 def test_countries_are_the_last_part_of_the_place_and_unknown_is_nowhere(call: MarketCaller) -> None:
@@ -95,8 +95,8 @@ def test_countries_are_the_last_part_of_the_place_and_unknown_is_nowhere(call: M
 
 def test_rented_is_no_filter_and_a_rented_offer_is_not_rentable(call: MarketCaller) -> None:
     call.rent()
-    assert len(notes(call, {"compute_cap": {"eq": 0}, "rented": {"eq": False}})) == 4
-    assert len(notes(call, {"compute_cap": {"eq": 0}, "rentable": {"eq": True}})) == 3
+    assert len(notes(call, {"compute_cap": {"eq": 0}, "num_gpus": {"eq": 1}, "rented": {"eq": False}})) == 4
+    assert len(notes(call, {"compute_cap": {"eq": 0}, "num_gpus": {"eq": 1}, "rentable": {"eq": True}})) == 3
 
 
 def test_numbers_may_come_as_text(call: MarketCaller) -> None:
@@ -124,3 +124,10 @@ def test_a_filter_that_cannot_be_evaluated_is_refused(call: MarketCaller, body: 
 def test_driver_numbers_are_three_digits_a_part() -> None:
     assert driver_number("580.95.05") == 580_095_005
     assert driver_number("550.54") == 550_054_000
+
+
+def test_a_box_of_several_cards_is_priced_whole_and_its_memory_is_told_per_card(call: MarketCaller) -> None:
+    body = {"gpu_ram": {"gte": 79_000, "lte": 83_000}, "num_gpus": {"eq": 4}, "compute_cap": {"eq": 900}}
+    rows = call("POST", "/api/v0/bundles/", body).body["offers"]
+    assert {row["gpu_name"] for row in rows} == {"H100 SXM", "H100 PCIE"}
+    assert all(row["gpu_total_ram"] == 4 * row["gpu_ram"] == 4 * 81_559 and row["dph_base"] > 8 for row in rows)

@@ -60,6 +60,16 @@ def test_a_bid_is_searched_as_a_bid_and_created_with_a_price(market: VastMarket)
     assert create_body(_request(market))["price"] is None
 
 
+def test_a_box_of_several_cards_is_asked_for_as_such(market: VastMarket) -> None:
+    four = recipe(model={"quantisation": "nf4"}, box={"tier": "h100", "gpus": 4}).box
+    assert search_body(four)["num_gpus"] == {"eq": 4} and search_body(recipe().box)["num_gpus"] == {"eq": 1}
+    assert {(offer.num_gpus, offer.gpu_name) for offer in market.search(four)} == {
+        (4, "H100 SXM"),
+        (4, "H100 PCIE"),
+        (4, "A100 SXM4"),
+    }, "the memory band alone holds both cards"
+
+
 def test_a_search_without_a_list_of_offers_is_an_error_and_not_empty(tmp_path: Path, clock: Clock) -> None:
     for body in ({"offers": {"id": 1}}, {"results": []}, []):
         with pytest.raises(ShapeError, match="offers"):

@@ -42,6 +42,8 @@ def _offer(**changes: Any) -> Offer:
 
 def _want(**changes: Any) -> Want:
     box = recipe(box=changes.pop("box", {})).box
+    if gpus := changes.pop("gpus", None):
+        box = box.model_copy(update={"gpus": gpus})
     return Want(**{"box": box, "needed_s": 10 * 3600, "max_usd": 30.0, "run_usd": {1: 20.0}, **changes})
 
 
@@ -62,6 +64,17 @@ LESSONS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "a GH200 has the memory and runs no wheel of ours": ("architecture", {"cpu_arch": "arm64"}, {}),
     "an architecture that is not stated is not ours": ("architecture", {"cpu_arch": None}, {}),
     "a second card stands idle and is billed": ("GPU count", {"num_gpus": 2}, {}),
+    "a base dealt out to four cards has no room on two": ("GPU count", {"num_gpus": 2}, {"gpus": 4}),
+    "an RTX 6000 Ada is no RTX PRO 6000, whatever its memory is said to be": (
+        "compute capability",
+        {"compute_cap": 890},
+        {},
+    ),
+    "a 4-bit base with no room is told after half an hour of download": (
+        "4-bit base",
+        {},
+        {"no_room": {1: "no room for the 4-bit base: host: 132.1 GB of host memory, the box has 129.0"}},
+    ),
     "the market's own filter for rented boxes does nothing": ("rentable", {"rentable": False}, {}),
     "nobody looked at an unverified machine": ("verified", {"verified": False}, {}),
     "a host that tops out below the image's CUDA fails with error 803": ("CUDA", {"cuda_max_good": 12.8}, {}),

@@ -42,6 +42,12 @@ def test_a_tenth_of_the_bytes_is_sent_where_that_is_cheapest() -> None:
     assert decide(replace(SEED, light_bytes=GB // 2)).way == "light"
 
 
+def test_less_is_not_sent_without_the_recipes_word() -> None:
+    seen = decide(replace(SEED, light_bytes=GB // 2, light_allowed=False))
+    assert seen.way == "move" and "sending less is not allowed (allow: [light_checkpoints])" in seen.sentence
+    assert decide(replace(SEED, light_bytes=GB // 2, light_allowed=False, left_usd=0.0)).way == "wait"
+
+
 def test_what_is_sent_lightly_is_sent_anew_and_so_nearly_done_it_is_waited_for() -> None:
     assert decide(replace(SEED, light_bytes=GB // 2, left_bytes=GB // 10)).way == "wait"
 

@@ -38,7 +38,7 @@ def test_a_good_recipe_is_read_with_its_defaults() -> None:
         ("phasess", [], ["phasess", "did you mean 'phases'"]),
         ("box.tire", "h200", ["box", "tire", "did you mean 'tier'"]),
         ("phases.0.learning_rat", 1, ["phases.0.sft", "did you mean 'learning_rate'"]),
-        ("box.tier", "h100", ["box.tier", "rtxpro6000", "seen: 'h100'"]),
+        ("box.tier", "h800", ["box.tier", "rtxpro6000", "h100", "seen: 'h800'"]),
         ("budget.max_usd", "lots", ["budget.max_usd", "number", "seen: 'lots'"]),
         ("budget.max_usd", 0, ["budget.max_usd", "greater than 0"]),
         ("model.source", "hub:Qwen/Qwen3.6-35B-A3B@main", ["model.source", "40-digit commit", "@main"]),
@@ -125,3 +125,62 @@ def test_an_earlier_phase_decides_a_later_one_and_not_the_other_way_round() -> N
     longer = copy.deepcopy(both)
     longer["phases"][1]["steps"] = 99
     assert parse_recipe(both).phase_digest("cpt") == parse_recipe(longer).phase_digest("cpt")
+
+
+def quantised(**changes: Any) -> dict[str, Any]:
+    """`changes` go into the section that has the field: model, box or the one phase."""
+    data = copy.deepcopy(GOOD)
+    data["model"]["quantisation"] = "nf4"
+    for name, value in changes.items():
+        section = data["box"] if name == "gpus" else data["phases"][0] if name in data["phases"][0] else data["model"]
+        section[name] = value
+    return data
+
+
+def test_a_base_is_not_quantised_and_one_card_does_unless_the_recipe_says_otherwise() -> None:
+    plain = parse_recipe(GOOD)
+    assert (plain.model.quantisation, plain.model.nf4_cache, plain.box.gpus) == ("none", False, 1)
+    assert (plain.model.linears, plain.model.execution) == ("nf4", "auto")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("linears", "bf16"), ("execution", "host"), ("execution", "all_gather"), ("nf4_cache", True)]
+)
+def test_what_is_of_a_4_bit_base_alone_is_refused_without_one(name: str, value: Any) -> None:
+    with pytest.raises(
+        RecipeError, match=rf"recipe: model: {name}: {value} .* want quantisation: nf4, or leave {name} out"
+    ):
+        parse_recipe(changed(f"model.{name}", value))
+    assert getattr(parse_recipe(quantised(**{name: value})).model, name) == value
+
+
+def test_several_cards_train_a_4_bit_base_only() -> None:
+    with pytest.raises(RecipeError, match=r"box\.gpus: 4 cards .* want 1, or model\.quantisation: nf4"):
+        parse_recipe(changed("box.gpus", 4))
+    assert parse_recipe(quantised(gpus=4)).box.gpus == 4
+
+
+def test_the_micro_batches_of_a_step_are_dealt_out_evenly_to_the_cards() -> None:
+    data = quantised(gpus=4)
+    data["phases"][0]["accumulation"] = 6
+    with pytest.raises(RecipeError, match=r"phases\.sft\.accumulation: 6 .* over 4 cards .* want a multiple of 4"):
+        parse_recipe(data)
+
+
+def test_a_phase_that_generates_is_refused_on_a_4_bit_base() -> None:
+    data = quantised()
+    data["phases"] = [data["phases"][0] | {"kind": "grpo", "generations": 8}]
+    with pytest.raises(RecipeError, match=r"phases\.grpo: grpo cannot run on a 4-bit base.*cpt, sft, dpo, kto"):
+        parse_recipe(data)
+
+
+def test_rounding_the_base_changes_the_digest_and_where_it_lies_does_not() -> None:
+    plain, packed = parse_recipe(GOOD).phase_digest("sft"), parse_recipe(quantised()).phase_digest("sft")
+    assert parse_recipe(quantised(linears="bf16")).phase_digest("sft") not in (plain, packed) and plain != packed
+    for other in ({"execution": "host"}, {"nf4_cache": True}, {"gpus": 4}):
+        assert parse_recipe(quantised(**other)).phase_digest("sft") == packed
+
+
+def test_a_run_begun_before_4_bit_bases_keeps_its_digest() -> None:
+    """Frozen: a checkpoint whose digest differs is never gone on from."""
+    assert parse_recipe(GOOD).phase_digest("sft") == "c6486edefecf8d4cf5fdbc966be850f30c361395326d46d429894ca759e70fde"
