@@ -112,6 +112,14 @@ def chain(wrapper: Any) -> Iterator[Any]:
         wrapper = wrapper.base_layer
 
 
+def weights(wrapper: Any) -> Any:
+    """What a layer's experts compute with now: `gate_up_proj` [E, 2I, H], `down_proj` [E, H, I] and `_apply_gate`. The module under the wrappers, or,
+    of a base in 4 bits, what is unpacked for the asking (collective where it is gathered)."""
+    module, _ = _active_factors(wrapper)
+    unpacked = getattr(getattr(wrapper, "livery_layer", None), "unpacked", None)
+    return unpacked(module) if unpacked else module
+
+
 def replaced(model: nn.Module) -> dict[str, str]:
     """Wrappers whose forward is no longer ours, with who it is instead."""
     return {
@@ -239,6 +247,10 @@ class _GroupedLayer:
 
     def __call__(self, experts: Any, hidden_TH: Tensor, expert_Tk: Tensor, weight_Tk: Tensor, active: Active) -> Tensor:
         return _grouped_experts(experts, hidden_TH, expert_Tk, weight_Tk, active, self.grouped_mm)
+
+
+GROUPED = _GroupedLayer(torch_grouped_mm)
+"""What computes a layer where nothing faster was chosen."""
 
 
 def _grouped_experts(

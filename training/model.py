@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,11 +23,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from training import experts
+from training import experts, parts
 from training.contract.families import FAMILIES, Family
 from training.contract.recipe import Adapters, Recipe
 from training.errors import LivenessError, ModelError, NoCardError, Stage
 from training.experts import ADAPTER
+from training.sharded.ranks import current
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # Our own forward asks no registry. This is transformers' own default, so that no reload can lose it.
@@ -50,18 +52,22 @@ def load_base(path: Path, recipe: Recipe) -> Any:
             f"config.json says {seen}, the recipe's family {recipe.model.family} is {family.model_type}; correct model.family or model.source",
             stage="load",
         )
-    device = "cuda:0" if recipe.box.device == "cuda" else "cpu"
-    if device != "cpu" and not torch.cuda.is_available():
+    device = device_of(recipe)
+    if device.type == "cuda" and not torch.cuda.is_available():
         raise NoCardError(
             f"box.device: seen no card that torch {torch.__version__} can use, the recipe wants cuda; train where one is, or write device: cpu with tier: rehearsal"
         )
+    if recipe.model.quantisation == "nf4":
+        from training.sharded.start import load_quantised  # it needs the Triton kernels on a card
+
+        return load_quantised(path, recipe, ranks=current(), device=device)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=getattr(torch, recipe.model.dtype),
             attn_implementation="sdpa",
             experts_implementation=EXPERTS_IMPLEMENTATION,
-            device_map={"": device},
+            device_map={"": str(device)},
         )
     except SafetensorError as error:
         raise ModelError(f"{path.name}: a weights file is torn ({error}); fetch the model again") from None
@@ -70,6 +76,11 @@ def load_base(path: Path, recipe: Recipe) -> Any:
             f"{path.name}: loads as {type(model).__name__}; want the text class {family.text_class}", stage="load"
         )
     return model.requires_grad_(False)
+
+
+def device_of(recipe: Recipe) -> torch.device:
+    """The card of this process, or the CPU."""
+    return torch.device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if recipe.box.device == "cuda" else "cpu")
 
 
 def release() -> None:
@@ -84,9 +95,17 @@ def attach(base: Any, recipe: Recipe, start: Path | None, layer: experts.Layer |
     """The base with trainable adapters: those of `start`, or fresh ones from the recipe's seed. LivenessError if any is not as wanted."""
     torch.manual_seed(recipe.seed)
     model = get_peft_model(base, lora_config(recipe.adapters, recipe.model.family))
+    quantised = hasattr(base, "livery_held")
+    if quantised:
+        from training.sharded import start as on_packed
+
+        on_packed.begin_adapters(model, recipe)
     if start is not None:
         load_adapter(model, start, recipe)
-    experts.install(model, layer)
+    if quantised:
+        on_packed.install(model, recipe, layer)
+    else:
+        experts.install(model, layer)
     require_groups(model, recipe)
     return model
 
@@ -118,7 +137,7 @@ def load_adapter(model: Any, directory: Path, recipe: Recipe) -> None:
         keys = set(file.keys())
         require_same_keys(wanted, {key: tuple(file.get_slice(key).get_shape()) for key in keys}, "load")
         for key in sorted(wanted.keys() & keys):
-            stored = file.get_tensor(key)
+            stored = parts.mine(wanted[key][1], file.get_tensor(key))
             if stored.shape == wanted[key][1].shape:
                 wanted[key][1].copy_(stored)
 
@@ -162,9 +181,9 @@ def require_same_keys(wanted: dict[str, tuple[str, Tensor]], stored: dict[str, t
             cause=_why_keys_differ(missing, unknown),
         )
     for key, (group, tensor) in wanted.items():
-        if stored[key] != tuple(tensor.shape):
+        if stored[key] != parts.whole_shape(tensor):
             raise LivenessError(
-                f"{WEIGHTS}: {key} has shape {list(stored[key])}, want {list(tensor.shape)}",
+                f"{WEIGHTS}: {key} has shape {list(stored[key])}, want {list(parts.whole_shape(tensor))}",
                 stage=stage,
                 group=group,
                 tensor=key,
@@ -304,7 +323,7 @@ def _few(names: set[str]) -> str:
 
 
 def stored_adapter(model: Any, directory: Path) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(group, tensor now, tensor in the directory) of every LoRA tensor; the stored ones are read one at a time."""
+    """(group, tensor now, tensor in the directory) of every LoRA tensor, whole; the stored ones are read one at a time. Collective."""
     with safe_open(directory / WEIGHTS, "pt") as file:
         for group, name, tensor in all_lora_tensors(model):
-            yield group, tensor, file.get_tensor(f"{name}.weight")
+            yield group, parts.whole(tensor), file.get_tensor(f"{name}.weight")

@@ -16,9 +16,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
+from training import parts
 from training.contract import layout
+from training.crew import Crew, Single
 from training.errors import LivenessError
 from training.experts import ADAPTER
 from training.model import lora_tensors
@@ -73,12 +76,13 @@ def attach(trainer: Any, desk: Desk) -> Any:
     Call it when the trainer is built, before training and before a checkpoint is loaded: the model must be the phase-start policy.
     """
     names = COLUMNS[desk.phase.kind]
-    key = layout.references(desk.assignment.run, digest(trainer, desk))
-    rows = len(trainer.train_dataset)
-    columns = _fetch(desk, key, names, rows)
+    rows, leads, adapter = len(trainer.train_dataset), desk.crew.rank == 0, adapter_digest(trainer.model)
+    key = layout.references(desk.assignment.run, digest(trainer, desk, adapter)) if leads else ""
+    columns = desk.crew.share(_fetch(desk, key, names, rows) if leads else None)
     if columns is None:
-        columns = compute(trainer, names)
-        _keep(desk, key, columns)
+        columns = compute(trainer, names, desk.crew)
+        if leads:
+            _keep(desk, key, columns)
         desk.notice(
             "reference computed",
             f"log-probabilities of {rows} rows by the policy the phase begins with; {key}",
@@ -90,8 +94,10 @@ def attach(trainer: Any, desk: Desk) -> Any:
     return trainer
 
 
-def compute(trainer: Any, names: tuple[str, str]) -> Columns:
-    """One float32 a row and column. The batches are those in which TRL would precompute them: padding decides the last bits."""
+def compute(trainer: Any, names: tuple[str, str], crew: Crew | None = None) -> Columns:
+    """One float32 a row and column. The batches are those in which TRL would precompute them: padding decides the last bits. Several processes take
+    turns at them (collective)."""
+    crew = crew or Single()
     loader = DataLoader(
         trainer.train_dataset,
         batch_size=trainer.args.per_device_train_batch_size,
@@ -99,18 +105,22 @@ def compute(trainer: Any, names: tuple[str, str]) -> Columns:
         pin_memory=trainer.args.dataloader_pin_memory,
         shuffle=False,
     )
-    parts: dict[str, list[torch.Tensor]] = {name: [] for name in names}
+    mine: list[tuple[np.ndarray[Any, Any], ...]] = []
     # With a reference model in hand TRL leaves the adapters as they are; without one it would turn them off.
     trainer.ref_model = trainer.model
     try:
         # A loader draws from the global generator, and so would give the phase another shuffle than where the columns are fetched.
         with torch.random.fork_rng(devices=[]):
-            for batch in trainer.accelerator.prepare(loader):
-                for name, values in zip(names, trainer.compute_ref_log_probs(trainer.model, batch), strict=True):
-                    parts[name].append(values.float().cpu())
+            for batch in _turns(loader, crew):
+                batch = send_to_device(batch, trainer.accelerator.device)
+                scored = trainer.compute_ref_log_probs(trainer.model, batch)
+                mine.append(tuple(values.float().cpu().numpy() for values in scored))
     finally:
         trainer.ref_model = None
-    columns = {name: torch.cat(values).numpy() for name, values in parts.items()}
+    # Batch after batch, as they lie in the data; where the last turn was not full, some did one that another had done.
+    rounds = zip(*crew.collect(mine), strict=True)
+    batches = [batch for each in rounds for batch in each][: len(loader)]
+    columns = {name: np.concatenate([batch[place] for batch in batches]) for place, name in enumerate(names)}
     for name, values in columns.items():
         if not np.isfinite(values).all():
             row = int(np.flatnonzero(~np.isfinite(values))[0])
@@ -118,12 +128,25 @@ def compute(trainer: Any, names: tuple[str, str]) -> Columns:
     return columns
 
 
-def digest(trainer: Any, desk: Desk) -> str:
+def _turns(loader: DataLoader[Any], crew: Crew) -> Iterator[Any]:
+    """This process's batches: every so many. All get as many, since they may only go through the model together."""
+    last = None
+    for number, batch in enumerate(loader):
+        if number % crew.size == crew.rank:
+            last = batch
+            yield batch
+        elif number < crew.rank:
+            last = batch
+    if len(loader) % crew.size and crew.rank >= len(loader) % crew.size:
+        yield last
+
+
+def digest(trainer: Any, desk: Desk, adapter: str = "") -> str:
     """sha256 of all that decides the columns: base and adapter, the tokens and their order, the batches, the libraries."""
     recipe, phase = desk.assignment.recipe, desk.phase
     decides = {
         "model": recipe.model.model_dump(mode="json"),
-        "adapter": _adapter_digest(trainer.model),
+        "adapter": adapter or adapter_digest(trainer.model),
         "rows": _rows_digest(trainer.train_dataset),
         "kind": phase.kind,
         "batch_size": trainer.args.per_device_train_batch_size,
@@ -133,12 +156,13 @@ def digest(trainer: Any, desk: Desk) -> str:
     return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()
 
 
-def _adapter_digest(model: Any) -> str:
+def adapter_digest(model: Any) -> str:
+    """sha256 of every adapter's numbers. Collective."""
     seen = hashlib.sha256()
     for which in ("lora_A", "lora_B"):
         for _, name, tensor in lora_tensors(model, which):
             seen.update(name.encode())
-            seen.update(tensor.detach().float().cpu().contiguous().numpy().data)
+            seen.update(parts.whole(tensor).float().cpu().contiguous().numpy().data)
     return seen.hexdigest()
 
 

@@ -81,8 +81,14 @@ class Prefect:
     # Runs and the server
 
     def set_state(self, run_id: str, state: dict[str, Any]) -> None:
-        answer = self.ask("POST", f"/flow_runs/{run_id}/set_state", {"state": state, "force": False})
-        assert answer["status"] == "ACCEPT", f"{state['type']} was refused: {answer}"
+        """Asked again while it is refused: a run can be suspended once it runs, and a moment drawn at its start may be before that."""
+        end = time.monotonic() + 60
+        while True:
+            answer = self.ask("POST", f"/flow_runs/{run_id}/set_state", {"state": state, "force": False})
+            if answer["status"] == "ACCEPT":
+                return
+            assert time.monotonic() < end, f"{state['type']} was refused: {answer}"
+            time.sleep(0.5)
 
     def state_of(self, run_id: str) -> str:
         return str(self.ask("GET", f"/flow_runs/{run_id}").get("state", {}).get("name", "deleted"))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training import experts
+from training import experts, parts
 from training.errors import LivenessError
 from training.experts import ADAPTER
 
@@ -41,7 +41,8 @@ def _with_noise(wrapper: Any, link: Any) -> float:
     a, b = link.lora_A[ADAPTER].weight, link.lora_B[ADAPTER].weight
     kept = b.detach().clone()
     # As large a delta as the weight itself, or a small alpha would drown in bfloat16's rounding.
-    size = link.get_param()[0].float().std() / (link.scaling[ADAPTER] * link.r[ADAPTER] ** 0.5 * a.std())
+    weight = getattr(experts.weights(wrapper), link.parameter_name)[0].float()
+    size = weight.std() / (link.scaling[ADAPTER] * link.r[ADAPTER] ** 0.5 * a.std())
     try:
         b.copy_(torch.randn(b.shape, generator=torch.Generator().manual_seed(0)).to(b) * size)
         return _distance(wrapper, link)
@@ -51,24 +52,30 @@ def _with_noise(wrapper: Any, link: Any) -> float:
 
 def _distance(wrapper: Any, link: Any) -> float:
     """How far this one parameter's delta is from PEFT's, both by what they change in the layer's answers; relative."""
-    base, active = experts._active_factors(wrapper)
-    weight, parameter = base.gate_up_proj, link.parameter_name
+    module, active = experts._active_factors(wrapper)
+    base, parameter = experts.weights(wrapper), link.parameter_name
+    weight, part = base.gate_up_proj, parts.part_of(link.lora_A[ADAPTER].weight)
+    first = part.first if part else 0
     hidden_TH = torch.randn(_TOKENS, weight.shape[-1], generator=torch.Generator().manual_seed(1)).to(weight)
-    expert_Tk = (torch.arange(_TOKENS * _TOP_K, device=weight.device) % base.num_experts).view(_TOKENS, _TOP_K)
+    # Experts whose factors are here: PEFT's delta is theirs.
+    here_Tk = (torch.arange(_TOKENS * _TOP_K, device=weight.device) % link.num_experts).view(_TOKENS, _TOP_K)
+    expert_Tk = here_Tk + first
     weight_Tk = torch.full_like(expert_Tk, 1, dtype=weight.dtype) / _TOP_K
 
-    ours = wrapper.livery_layer(base, hidden_TH, expert_Tk, weight_Tk, {parameter: active.get(parameter, ())})
+    ours = wrapper.livery_layer(module, hidden_TH, expert_Tk, weight_Tk, {parameter: active.get(parameter, ())})
     bare = _plain(base, hidden_TH, expert_Tk, None, parameter)
-    wanted = _plain(base, hidden_TH, expert_Tk, link.get_delta_weight(ADAPTER), parameter) - bare
+    wanted = _plain(base, hidden_TH, expert_Tk, link.get_delta_weight(ADAPTER), parameter, first) - bare
     return float((ours.float() - bare - wanted).norm() / wanted.norm())
 
 
-def _plain(base: Any, hidden_TH: Tensor, expert_Tk: Tensor, delta: Tensor | None, parameter: str) -> Tensor:
-    """The layer in float32, expert by expert, with PEFT's delta [E, O, I] on one parameter; each expert weighs the same."""
+def _plain(
+    base: Any, hidden_TH: Tensor, expert_Tk: Tensor, delta: Tensor | None, parameter: str, first: int = 0
+) -> Tensor:
+    """The layer in float32, expert by expert, with PEFT's delta [n, O, I] of the experts from `first` on one parameter; each expert weighs the same."""
 
     def linear(x_H: Tensor, name: str, expert: int) -> Tensor:
         weight_OI: Tensor = getattr(base, name)[expert].float()
-        changed_OI = weight_OI if delta is None or name != parameter else weight_OI + delta[expert].float()
+        changed_OI = weight_OI if delta is None or name != parameter else weight_OI + delta[expert - first].float()
         return changed_OI @ x_H
 
     answers = [

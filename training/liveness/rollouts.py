@@ -86,5 +86,10 @@ def require_base_unchanged(model: Any, before: dict[str, int], stage: Stage) -> 
 
 
 def base_weight(module: Any) -> torch.Tensor:
-    weight = module.get_param() if hasattr(module, "get_param") else module.get_base_layer().weight
+    """What the frozen layer under an adapter computes with; of one in 4 bits what stands for it: the scales of routed experts, the codes of a linear."""
+    base = module.get_base_layer()
+    packed = getattr(base, "livery_packed", None)
+    if packed is not None:
+        return packed[module.parameter_name] if hasattr(module, "get_param") else packed["weight"]
+    weight = module.get_param() if hasattr(module, "get_param") else base.weight
     return weight.detach().contiguous()

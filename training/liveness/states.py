@@ -12,6 +12,7 @@ from typing import Any
 from safetensors import safe_open
 from transformers import TrainerCallback
 
+from training import parts
 from training.contract.events import GroupState
 from training.contract.recipe import Recipe
 from training.errors import LivenessError, Stage
@@ -30,7 +31,7 @@ from training.model import (
 
 
 def group_states(model: Any, start: Path | None = None) -> dict[str, GroupState]:
-    """What each LoRA group is now; `start` is the directory of the phase-start adapter, for the distance from it."""
+    """What each LoRA group is now, of all processes together (collective); `start` is the directory of the phase-start adapter, for the distance from it."""
     tensors: dict[str, int] = Counter()
     zero: dict[str, int] = Counter()
     squares: dict[str, float] = defaultdict(float)
@@ -38,7 +39,7 @@ def group_states(model: Any, start: Path | None = None) -> dict[str, GroupState]
     digests: dict[str, Any] = defaultdict(hashlib.sha256)
     for which in ("lora_A", "lora_B"):
         for group, name, tensor in lora_tensors(model, which):
-            values = tensor.detach().float().cpu().contiguous()
+            values = parts.whole(tensor).float().cpu().contiguous()
             squares[group] += float(values.norm()) ** 2
             digests[group].update(name.encode())
             digests[group].update(values.numpy())
@@ -95,7 +96,7 @@ def require_saved(model: Any, directory: Path, recipe: Recipe, stage: Stage = "c
         require_same_keys(wanted, {key: tuple(file.get_slice(key).get_shape()) for key in keys}, stage)
         for key, (group, tensor) in wanted.items():
             now = tensor.detach()
-            stored = file.get_tensor(key).to(now.device) if key in keys else None
+            stored = parts.mine(tensor, file.get_tensor(key)).to(now.device) if key in keys else None
             if stored is None or stored.dtype is not now.dtype or not stored.equal(now):
                 raise LivenessError(
                     f"{WEIGHTS}: {key} is not what is in memory",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from training import experts
+from training import experts, parts
 from training.errors import LivenessError, Stage
 from training.liveness.reading import require_reading
 from training.liveness.rollouts import Rollouts
@@ -81,13 +81,15 @@ class Gradient:
 
 
 def gradients(model: Any) -> list[Gradient]:
-    """Of every lora_A and lora_B. One transfer from the device, however many tensors there are."""
+    """Of every lora_A and lora_B, over all processes (collective). One transfer from the device, however many tensors there are."""
     tensors = list(all_lora_tensors(model))
     there = [tensor.grad for _, _, tensor in tensors if tensor.grad is not None]
-    norms = iter(torch.stack(torch._foreach_norm(there)).tolist() if there else ())
+    found = iter(torch.stack(torch._foreach_norm(there)).tolist() if there else ())
+    norms = [next(found) if tensor.grad is not None else 0.0 for _, _, tensor in tensors]
+    norms = parts.total_norms([tensor for _, _, tensor in tensors], norms)
     return [
-        Gradient(group, name, name.rpartition(".")[2], next(norms) if tensor.grad is not None else 0.0)
-        for group, name, tensor in tensors
+        Gradient(group, name, name.rpartition(".")[2], norm)
+        for (group, name, _), norm in zip(tensors, norms, strict=True)
     ]
 
 

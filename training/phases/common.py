@@ -6,7 +6,6 @@ even when training goes on from a checkpoint; built from the checkpoint, the ref
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +46,7 @@ class Setting:
         return {
             "output_dir": str(desk.output),
             "per_device_train_batch_size": phase.batch_size,
-            "gradient_accumulation_steps": phase.accumulation,
+            "gradient_accumulation_steps": phase.accumulation // desk.crew.size,
             "max_steps": phase.steps,
             "learning_rate": phase.learning_rate,
             "lr_scheduler_type": "constant_with_warmup" if phase.schedule == "constant" else phase.schedule,
@@ -99,6 +98,9 @@ def _train(desk: Desk, prepare: Prepare, build: Build, packed: bool) -> Path:
         )
     packing.install()
     model = attach(load_base(desk.home.model, recipe), recipe, desk.start)
+    held = getattr(model, "livery_held", None)
+    if held:
+        desk.notice("base in 4 bits", "; ".join(held.lines()), routine=True)
     sample = _sample(tokenizer, rows, model)
     groups = _require_alive(model, desk, sample)
     _require_fast_paths(desk, model)
@@ -106,8 +108,12 @@ def _train(desk: Desk, prepare: Prepare, build: Build, packed: bool) -> Path:
     before, base = liveness.group_states(model), liveness.base_sums(model)
     packed = packed and _packing_holds(model, desk)
 
-    shutil.rmtree(desk.output, ignore_errors=True)
+    desk.clear_output()
     trainer = build(Setting(desk, model, tokenizer, rows, packed), prepared)
+    if held:
+        from training.sharded.trainer import adapt
+
+        adapt(trainer, recipe)
     trainer.remove_callback(PrinterCallback)  # the events say it
     liveness.require_arguments(trainer.args, desk.phase)
     guard = _guard(desk, trainer, groups)
@@ -152,7 +158,9 @@ def _guard(desk: Desk, trainer: Any, groups: tuple[str, ...]) -> liveness.Guard:
 def _write_probe(trainer: Any, sample: torch.Tensor, directory: Path) -> None:
     # Whoever serves the adapter computes without the trainer's autocast.
     plain = trainer.accelerator.unwrap_model(trainer.model, keep_fp32_wrapper=False)
-    liveness.write_probe(directory, liveness.probe_of(plain, sample))
+    probe = liveness.probe_of(plain, sample)
+    if trainer.args.should_save:
+        liveness.write_probe(directory, probe)
 
 
 def _finish(desk: Desk, trainer: Any, start: Path) -> Path:
@@ -170,8 +178,13 @@ def _finish(desk: Desk, trainer: Any, start: Path) -> Path:
 def _save_fresh(model: Any, desk: Desk) -> Path:
     """The first phase begins from fresh adapters; they are written down so that the change can be measured."""
     directory = desk.home.work / "fresh" / desk.name
-    shutil.rmtree(directory, ignore_errors=True)
-    model.save_pretrained(directory, selected_adapters=[ADAPTER])
+    desk.clear(directory)
+    if hasattr(model, "livery_held"):
+        from training.sharded.trainer import save_adapter
+
+        save_adapter(model, directory, desk.assignment.recipe)
+    else:
+        model.save_pretrained(directory, selected_adapters=[ADAPTER])
     return directory
 
 

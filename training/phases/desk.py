@@ -6,6 +6,7 @@ Standard library only (and the contract), so that the runner starts at once and 
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,7 @@ from training.contract.events import (
 )
 from training.contract.manifest import Manifest, Parent
 from training.contract.recipe import Assignment, Phase
+from training.crew import Crew, Single
 from training.phases import meter
 from training.uploader import Uploader
 
@@ -126,6 +128,7 @@ class Desk:
     saved_step: int = -1
     final: Parent | None = None
     """The phase's last manifest, once it is staged: what the next phase begins from."""
+    crew: Crew = field(default_factory=Single)
 
     @property
     def name(self) -> str:
@@ -134,6 +137,18 @@ class Desk:
     @property
     def output(self) -> Path:
         return self.home.work / "output" / self.name
+
+    def told_to_stop(self) -> bool:
+        """Whether anybody of the crew was. Collective."""
+        return self.crew.any(self.stop.is_set())
+
+    def clear_output(self) -> None:
+        self.clear(self.output)
+
+    def clear(self, directory: Path) -> None:
+        """Take away what an earlier runner left there, before anybody of the crew writes to it. Collective."""
+        shutil.rmtree(directory, ignore_errors=True)
+        self.crew.any(False)
 
     def started(self, step: int, rows: int | None) -> None:
         resumed_from = self.resume.key if self.resume else None

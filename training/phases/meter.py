@@ -31,11 +31,13 @@ class Peak:
 
 @dataclass(frozen=True)
 class Meter:
-    """Turns tokens and seconds into the share of the card that they used."""
+    """Turns tokens and seconds into the share of the box's cards that they used."""
 
     adapters: Adapters
     shape: ModelShape | None
     peak: Peak | None
+    """Of one card."""
+    gpus: int = 1
 
     @classmethod
     def of(cls, assignment: Assignment, home: Path) -> Meter:
@@ -44,14 +46,15 @@ class Meter:
         recipe = assignment.recipe
         if recipe.box.device != "cuda":
             return cls(recipe.adapters, None, None)
-        return cls(recipe.adapters, _shape(home / "model" / "config.json"), _measured(home) or _data_sheet(assignment))
+        shape, peak = _shape(home / "model" / "config.json"), _measured(home) or _data_sheet(assignment)
+        return cls(recipe.adapters, shape, peak, recipe.box.gpus)
 
     def mfu(self, tokens: int | None, rows: int | None, seconds: float) -> float | None:
         """Model FLOPs utilisation of a step over `rows` sequences of `tokens` together."""
         if self.shape is None or self.peak is None or not tokens or not rows or seconds <= 0:
             return None
         flops = token_flops(self.shape, self.adapters, tokens / rows).total
-        return utilisation(flops, tokens / seconds, self.peak.tflops)
+        return utilisation(flops, tokens / seconds, self.peak.tflops * self.gpus)
 
 
 @dataclass(frozen=True)

@@ -68,6 +68,7 @@ class Reporter(TrainerCallback):
         self._grad_norms, self._write_probe = grad_norms, write_probe
         self._count = TokenCount()
         self._seconds, self._counted = 0.0, (0, 0)
+        """Of the last step, over all processes: its length, its tokens and rows."""
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
@@ -88,7 +89,7 @@ class Reporter(TrainerCallback):
         self._stop_if_told(state, control)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._seconds, self._counted = self._desk.pulse.end_step(), self._count.take()
+        self._seconds, self._counted = self._desk.pulse.end_step(), self._desk.crew.total(self._count.take())
         self._stop_if_told(state, control)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
@@ -121,7 +122,7 @@ class Reporter(TrainerCallback):
         self._desk.save(directory, state.global_step, groups=groups, losses=losses, metrics=metrics, extra=extra)
 
     def _stop_if_told(self, state: Any, control: Any) -> None:
-        if self._desk.stop.is_set():
+        if self._desk.told_to_stop():
             control.should_training_stop = True
             control.should_save = state.global_step not in (0, self._desk.saved_step)
 

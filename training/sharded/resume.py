@@ -33,6 +33,17 @@ class Placed(NamedTuple):
     """Its first row in the whole tensor."""
     rows: int = 0
     """Of the whole tensor, if the ranks have each a part of it; 0: every rank has it whole."""
+    fastest: int = 0
+    """Of a lora_B of routed experts [O, R·n]: n, its fastest index. In the file the experts are its rows [E, O, R], and so are `first` and `rows`."""
+
+    def by_rows(self, values: Tensor) -> Tensor:
+        """A view of `values`, which has the tensor's shape, as it lies in the file."""
+        return values.view(len(values), -1, self.fastest).permute(2, 0, 1) if self.fastest else values
+
+    @property
+    def count(self) -> int:
+        """Rows of this rank."""
+        return self.fastest or self.tensor.shape[0]
 
 
 def save(
@@ -73,7 +84,7 @@ def load(path: Path, tensors: Mapping[str, Placed], optimizer: torch.optim.Optim
     with torch.no_grad():
         for name, placed in tensors.items():
             tensor = placed.tensor
-            tensor.copy_(read_rows(stored[f"{name}.weight"], placed.first, tensor.shape[0]))
+            placed.by_rows(tensor).copy_(read_rows(stored[f"{name}.weight"], placed.first, placed.count))
             if steps:
                 state: dict[str, Any] = optimizer.state[tensor]
                 state["step"] = torch.tensor(steps, device=tensor.device if _on_card(optimizer) else "cpu")
@@ -94,14 +105,14 @@ def _values(
 ) -> Iterator[tuple[str, Tensor]]:
     """What is written of one tensor, each with its rows first."""
     tensor = placed.tensor.detach()
-    yield "weight", tensor.float()
+    yield "weight", placed.by_rows(tensor.float())
     state = optimizer.state.get(placed.tensor)
     for kind in _MOMENTS if state else ():
         moment = state[kind]
         if type(moment) is Tensor:
-            yield kind, moment
-        elif placed.rows and moment.scale.numel() % tensor.shape[0]:
-            yield kind, tensor.float() if shapes_only else moment.dequantize(torch.float32)
+            yield kind, placed.by_rows(moment)
+        elif placed.fastest or (placed.rows and moment.scale.numel() % tensor.shape[0]):
+            yield kind, placed.by_rows(tensor.float() if shapes_only else moment.dequantize(torch.float32))
         else:
             yield f"{kind}.{_CODES}", moment.codes
             yield f"{kind}.{_SCALE}", moment.scale.view(tensor.shape[0], -1) if placed.rows else moment.scale
@@ -109,9 +120,11 @@ def _values(
 
 def _moment(stored: Mapping[str, TensorAt], name: str, placed: Placed, *, signed: bool) -> Tensor:
     """As it is stored: packed as torchao packs it, or plain."""
-    count = placed.tensor.shape[0]
+    count = placed.count
     if name in stored:
-        return read_rows(stored[name], placed.first, count)
+        plain = torch.empty(placed.tensor.shape)
+        placed.by_rows(plain).copy_(read_rows(stored[name], placed.first, count))
+        return plain
     from torchao.optim.subclass_8bit import OptimState8bit
 
     codes = read_rows(stored[f"{name}.{_CODES}"], placed.first, count)
@@ -141,7 +154,8 @@ def _require_same(
 ) -> None:
     wanted: dict[str, tuple[int, ...] | None] = {}
     for name, each in tensors.items():
-        shape = (each.rows or each.tensor.shape[0], *each.tensor.shape[1:])
+        mine = each.by_rows(each.tensor.detach()).shape
+        shape = (each.rows or mine[0], *mine[1:])
         wanted[f"{name}.weight"] = shape
         for kind in moments:
             packed = f"{name}.{kind}.{_CODES}"

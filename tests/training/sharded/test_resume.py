@@ -15,6 +15,8 @@ from training.sharded.resume import Placed
 E, R, X = 8, 4, 16
 START = torch.Generator().manual_seed(5)
 EXPERTS, LINEAR = torch.randn(E, R, X, generator=START), torch.randn(R, X, generator=START)
+# As PEFT holds it: [out, R·E], the expert the fastest index.
+FASTEST = torch.randn(X, R * E, generator=START)
 
 
 class Rank:
@@ -24,16 +26,25 @@ class Rank:
         self.first, self.last = rank * E // ranks, (rank + 1) * E // ranks
         self.experts = nn.Parameter(EXPERTS[self.first : self.last].clone())
         self.linear = nn.Parameter(LINEAR.clone())
-        self.optimizer = torch.optim.AdamW([self.experts, self.linear], lr=1e-2)
+        self.fastest = nn.Parameter(self._mine(FASTEST))
+        self.optimizer = torch.optim.AdamW([self.experts, self.linear, self.fastest], lr=1e-2)
+
+    def _mine(self, whole: Tensor) -> Tensor:
+        return whole.view(X, R, E)[:, :, self.first : self.last].flatten(1).clone()
 
     @property
     def placed(self) -> dict[str, Placed]:
-        return {"l.experts": Placed(self.experts, self.first, E), "l.q_proj": Placed(self.linear)}
+        return {
+            "l.experts": Placed(self.experts, self.first, E),
+            "l.q_proj": Placed(self.linear),
+            "l.fastest": Placed(self.fastest, self.first, E, fastest=self.last - self.first),
+        }
 
     def step(self, number: int) -> None:
         generator = torch.Generator().manual_seed(number)
         self.experts.grad = torch.randn(E, R, X, generator=generator)[self.first : self.last]
         self.linear.grad = torch.randn(R, X, generator=generator)
+        self.fastest.grad = self._mine(torch.randn(X, R * E, generator=generator))
         self.optimizer.step()
 
 
@@ -46,8 +57,9 @@ def stepped(rank: int, ranks: int, numbers: range, start: Path | None = None) ->
     return each
 
 
-def whole(ranks: list[Rank]) -> tuple[Tensor, Tensor]:
-    return torch.cat([each.experts.detach() for each in ranks]), ranks[0].linear.detach()
+def whole(ranks: list[Rank]) -> tuple[Tensor, Tensor, Tensor]:
+    fastest = torch.cat([each.fastest.detach().view(X, R, -1) for each in ranks], dim=2)
+    return torch.cat([each.experts.detach() for each in ranks]), ranks[0].linear.detach(), fastest
 
 
 def test_four_ranks_go_on_as_two_and_then_as_one(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -36,6 +37,26 @@ class Thread:
         if self.rank != owner:
             tensor.copy_(given)
         self.barrier()
+
+    def gather(self, whole: Tensor, mine: Tensor) -> None:
+        whole.copy_(torch.cat([each.flatten() for each in self._everybodys(mine)]).view_as(whole))
+
+    def scatter_mean(self, mine: Tensor, whole: Tensor) -> None:
+        total = torch.stack([each.flatten() for each in self._everybodys(whole)]).mean(0)
+        mine.copy_(total.chunk(self.size)[self.rank].view_as(mine))
+
+    def mean(self, tensor: Tensor) -> None:
+        tensor.copy_(torch.stack(self._everybodys(tensor)).mean(0))
+
+    def beside(self) -> Thread:
+        return self
+
+    def _everybodys(self, tensor: Tensor) -> list[Tensor]:
+        self.table.places[self.rank] = tensor.detach().clone()
+        self.barrier()
+        given = list(self.table.places)
+        self.barrier()
+        return given  # type: ignore[return-value]
 
     def all(self, mine: bool) -> bool:
         self.table.places[self.rank] = mine
