@@ -104,7 +104,6 @@ class PhaseView:
     """By step: when its checkpoint was on the box's disk."""
     started_at: float | None = None
     upload: Transfer | None = None
-    uploads: list[Transfer] = field(default_factory=list)
 
     @property
     def durable_complete(self) -> bool:
@@ -161,6 +160,8 @@ class RunView:
     gpu_power_w: float | None = None
     trained_at: float | None = None
     """By the box's clock: when training last got anywhere."""
+    transfers: dict[str, Transfer] = field(default_factory=dict)
+    """The last word of each transfer, checkpoints' uploads and all others, by its name."""
 
     def absorb(self, events: Sequence[Event]) -> None:
         for event in events:
@@ -183,10 +184,6 @@ class RunView:
         spoken = [view.upload for view in self.phases.values() if view.upload is not None]
         newest = max(spoken, key=lambda event: event.seq, default=None)
         return None if newest is None or newest.finished else newest
-
-    def newest_uploads(self) -> list[Transfer]:
-        """The last word of each upload that was seen."""
-        return list({event.what: event for view in self.phases.values() for event in view.uploads}.values())
 
     def awaits_upload(self) -> bool:
         """Whether a phase was trained to its end here and its last manifest is not in the bucket."""
@@ -287,12 +284,10 @@ class RunView:
         view.metrics.update(event.metrics)
 
     def _transfer(self, event: Transfer) -> None:
-        if event.direction == "up":
-            kind = event.what.removeprefix("upload ").partition("/")[0]
-            if kind in self.phases:
-                view = self.phases[kind]
-                view.upload = event
-                view.uploads.append(event)
+        self.transfers[event.what] = event
+        kind = event.what.removeprefix("upload ").partition("/")[0]
+        if event.direction == "up" and kind in self.phases:
+            self.phases[kind].upload = event
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ JOB = "prefetch"
 PREFIX = "prefetch"
 _POLL_S = 1.0
 _SILENT_S = 300.0
-_DENIED = 2
+# Denied or refused; missing, or twice alike not what was promised.
+_SAME_ELSEWHERE = (2, 6)
 
 
 def start(remote: Remote, token: str) -> None:
@@ -137,4 +138,4 @@ def _ended(code: int | None, output: bytes) -> None:
         return
     last = output.decode(errors="replace").strip().splitlines()[-1:] or ["no output"]
     # A missing file or a refused key is the same from every box; a full disk or a wrong clock (code 4) is this machine's own.
-    raise TransferFailed(f"prefetch: exit code {code}: {last[0]}", blame="other" if code == _DENIED else "host")
+    raise TransferFailed(f"prefetch: exit code {code}: {last[0]}", blame="other" if code in _SAME_ELSEWHERE else "host")

@@ -192,7 +192,7 @@ class Run:
         def tick(view: RunView) -> None:
             self.progress(view)
             if self.box is not None:
-                self.transfers.saw(self.box.instance_id, view.newest_uploads())
+                self.transfers.saw(self.box.instance_id, view.transfers.values())
             judge(view)
 
         self.watcher.until(done, tick=tick)
@@ -224,13 +224,14 @@ class Run:
             if name not in view.done_before and not (name in view.phases and view.phases[name].durable_complete)
         ]
         last = view.is_last_of_its_phase(upload)
-        work, others = work_left(self.recipe, self.phases_done()), self._untried()
+        work, others = work_left(self.recipe, self.phases_done(), offer=self.box.offer), self._untried()
         return Predicament(
             what=upload.what,
             total_bytes=upload.total_bytes,
             left_bytes=upload.total_bytes - upload.done_bytes,
             # In mid-phase training goes on from the optimizer's state as well.
             light_bytes=upload.light_bytes if last else None,
+            light_allowed="light_checkpoints" in self.recipe.allow,
             later_checkpoints=len(unsent) - last,
             mbps=mbps,
             trains_s=self.rest_s(view),

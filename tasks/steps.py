@@ -26,6 +26,7 @@ from tasks.prepare import prepare_run
 from tasks.receipt import dollars
 from tasks.run import Run
 from tasks.settings import settings
+from tasks.upload import drop_half_sent
 
 log = logging.getLogger(__name__)
 _MINUTE, _HOUR = 60, 3600
@@ -251,7 +252,10 @@ def export(run: Run, box: Box) -> None:
 def destroy(run: Run) -> Destruction:
     """Destroy every box of this flow run and prove it by complete listings."""
     run.close()
-    return destroy_run(run.market, run.flow_run_id, store=run.store, poll_s=run.settings.poll_s)
+    result = destroy_run(run.market, run.flow_run_id, store=run.store, poll_s=run.settings.poll_s)
+    if result.clean:
+        drop_half_sent(run.store, run.recipe.name, run.flow_run_id)
+    return result
 
 
 @task(name="give back", task_run_name="give back", timeout_seconds=20 * _MINUTE, **_PLAIN)

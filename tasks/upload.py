@@ -15,7 +15,9 @@ from tasks.phase import RunView
 from tasks.remote.ssh import Remote
 from tasks.rules.stalls import TRIES_S, Sample, TransferVerdict, judge_transfer
 from tasks.rules.uplink import Decision, Predicament, decide
+from training.box.store import Store, StoreError
 from training.contract import layout
+from training.contract.claims import ClaimError, newest_claim
 from training.contract.events import Transfer
 from training.contract.recipe import Budget
 
@@ -29,6 +31,19 @@ def tell_to_send_less(remote: Remote, reason: str) -> None:
     """From now on the box sends the light form of its checkpoints. TransferFailed or BoxLost if that cannot be written there."""
     word = json.dumps({"send": "light", "reason": reason}).encode()
     remote.put(word, layout.BOX_UPLINK, timeout_s=_PUT_S)
+
+
+def drop_half_sent(store: Store, run: str, flow_run_id: str) -> None:
+    """Abort what the boxes of this flow run left half sent: the bucket bills it until then, and no box goes on from it. Call it when they are
+    gone. If another flow run has claimed the run meanwhile, what is half sent may be its own and is left alone."""
+    try:
+        claim = newest_claim(store, run)
+        if claim is None or claim.flow_run_id != flow_run_id:
+            return
+        if count := store.abort_uploads(f"{layout.run(run)}/"):
+            log.info("%d uploads that were half done are taken out of the bucket", count)
+    except (StoreError, ClaimError) as error:
+        log.warning("uploads that were half done may still lie in the bucket: %s", error)
 
 
 class UplinkWatch:

@@ -18,12 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from training.box.child import Fenced
+from training.box.files import Item
 from training.box.light import TRAINERS_OWN
-from training.box.store import Store, StoreConflict, StoreDenied, StoreError, StoreUnreachable, sha256_of
+from training.box.store import Store, StoreConflict, sha256_of
 from training.box.upload import require_unclaimed
 from training.contract import layout
 from training.contract.claims import Claim, counts, newest_claim
 from training.contract.manifest import Manifest, ManifestError, Parent, check_fits, parse_manifest
+from training.couriers import Courier, InProcess
 
 KEEP_UNFINISHED = 2
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -65,8 +67,10 @@ class Identity:
 class Checkpoints:
     """The checkpoints of one run."""
 
-    def __init__(self, store: Store, run: str, staging: Path, notice: Notice) -> None:
+    def __init__(self, store: Store, run: str, staging: Path, notice: Notice, courier: Courier | None = None) -> None:
+        """`courier` brings a checkpoint's files here; by default this process does, which cannot be killed when its link hangs."""
         self.store, self.run = store, run
+        self._courier = courier or InProcess(store)
         self._staging, self._notice = staging, notice
         self._claim: Claim | None = None
 
@@ -124,16 +128,16 @@ class Checkpoints:
     def fetch(self, found: Found, into: Path, names: Sequence[str] | None = None) -> Path | None:
         """The checkpoint's files (or only `names`) in `into`, each verified; None with a notice if one is missing or damaged.
 
-        StoreUnreachable and StoreDenied pass through: they say nothing about the checkpoint.
+        StoreUnreachable, StoreDenied and MachineFault pass through: they say nothing about the checkpoint.
         """
         shutil.rmtree(into, ignore_errors=True)
         into.mkdir(parents=True)
-        for name in names or tuple(found.manifest.files):
-            problem = self._fetch_one(found, name, into / name)
-            if problem:
-                self._notice(f"checkpoint {found.key} not used", f"{name}: {problem}")
-                shutil.rmtree(into, ignore_errors=True)
-                return None
+        names = names or tuple(found.manifest.files)
+        problem = _copy_staged(found, names, into) if found.directory else self._bring(found, names, into)
+        if problem:
+            self._notice(f"checkpoint {found.key} not used", problem)
+            shutil.rmtree(into, ignore_errors=True)
+            return None
         return into
 
     def retain(self, phase: str, parent: Parent | None) -> None:
@@ -223,23 +227,25 @@ class Checkpoints:
             return f"was begun from {manifest.parent}, the phase now begins from {identity.parent}{why}"
         return ""
 
-    def _fetch_one(self, found: Found, name: str, path: Path) -> str:
-        entry = found.manifest.files[name]
-        if found.directory is not None:
-            source = found.directory / name
-            if not source.exists() or sha256_of(source) != entry.sha256:
-                return "is missing or damaged on disk"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, path)
-            return ""
-        key = layout.blob(self.run, entry.sha256)
-        try:
-            self.store.download_file(key, path, expect_bytes=entry.bytes, expect_sha256=entry.sha256)
-        except (StoreUnreachable, StoreDenied):
-            raise
-        except StoreError as error:
-            return str(error)
-        return ""
+    def _bring(self, found: Found, names: Sequence[str], into: Path) -> str:
+        files = {name: found.manifest.files[name] for name in names}
+        items = [
+            Item(name=name, key=layout.blob(self.run, entry.sha256), bytes=entry.bytes, sha256=entry.sha256)
+            for name, entry in files.items()
+        ]
+        return self._courier.fetch(f"restore {found.manifest.phase}/{found.manifest.step}", into, items)
+
+
+def _copy_staged(found: Found, names: Sequence[str], into: Path) -> str:
+    """The problem with it, or empty."""
+    assert found.directory is not None
+    for name in names:
+        source = found.directory / name
+        if not source.exists() or sha256_of(source) != found.manifest.files[name].sha256:
+            return f"{name}: is missing or damaged on disk"
+        (into / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, into / name)
+    return ""
 
 
 def link_files(source: Path, names: Sequence[str], into: Path) -> Path:

@@ -35,8 +35,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from training import sinks
+from training import crew as crews
+from training import launch, sinks
 from training.box.child import Fenced
+from training.box.folder import FolderStore
 from training.box.prefetch import MARKER, marker_holds
 from training.box.store import MachineFault, Store, StoreDenied, StoreError, StoreUnreachable, sha256_of
 from training.box.transfer import load_private_env
@@ -45,15 +47,22 @@ from training.checkpoint import ADAPTER_FILES, Checkpoints, Found, Identity
 from training.contract import layout
 from training.contract.claims import ClaimError
 from training.contract.events import Abort, Evaluated, EventError, EventLog, Guard, Notice, RunnerEnd, RunnerStart
-from training.contract.manifest import FROZEN_VERSIONS, REQUIRED_FILES, ManifestError, Parent
+from training.contract.manifest import (
+    FROZEN_VERSIONS,
+    REQUIRED_FILES,
+    REQUIRED_QUANTISED,
+    ManifestError,
+    Parent,
+)
 from training.contract.model import explain
-from training.contract.recipe import Assignment, Phase, RecipeError
+from training.contract.recipe import Assignment, Phase, Recipe, RecipeError
 from training.contract.rows import RowError
+from training.couriers import Commanded, Courier, InProcess
 from training.errors import LivenessError, ModelError, NoCardError
 from training.mirroring import Mirroring
 from training.phases import counting
 from training.phases.desk import Desk, Home, Interrupted, NotFinite, Pulse
-from training.uploader import Uploader, UploadFailed
+from training.uploader import Uploader, UploadFailed, transfer_python
 
 DONE, FAULT, UNUSABLE, ABORTED, LOCKED, FENCED, TOLD_TO_STOP = 0, 1, 2, 3, 4, 5, 143
 HEARTBEAT_S = 5.0
@@ -93,14 +102,19 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     folder = (options.folder or options.assignment.parent).expanduser().resolve()
     home = Home(folder)
+    rank = crews.rank_of(os.environ)
     try:
         home.work.mkdir(parents=True, exist_ok=True)
+        if rank and rank[0] > 0:
+            return _follow(folder / options.assignment.name, home, *rank)
+        if launch.LAUNCHED in os.environ:
+            return _guarded(folder / options.assignment.name, home, _events(home, printed=options.print))
         with _only_runner(home.work / "runner.lock") as alone:
             if not alone:
                 print(f"another runner is at work in {home.root}; attach to it, or stop it first", file=sys.stderr)
                 return LOCKED
             if options.folder is None:
-                return _guarded(folder / options.assignment.name, home, EventLog(home.events))
+                return _guarded(folder / options.assignment.name, home, _events(home, printed=options.print))
             return _local(options, home)
     except (OSError, EventError) as error:
         # The folder or its events cannot be written, so this line is all that there will be.
@@ -117,6 +131,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", type=Path, help="with --recipe: directory of the base model")
     parser.add_argument("--data-dir", type=Path, help="with --recipe: where the data files lie")
     parser.add_argument("--dph-usd", type=float, default=0.0, help="with --recipe: price of an hour, shown by the step")
+    parser.add_argument("--print", action="store_true", help="with --assignment: show the events as they come")
     options = parser.parse_args(argv)
     if (options.recipe is None) != (options.folder is None):
         parser.error("--recipe and --folder go together")
@@ -134,6 +149,13 @@ def _local(options: argparse.Namespace, home: Home) -> int:
     return _guarded(path, home, local.PrintedLog(home.events))
 
 
+def _events(home: Home, *, printed: bool) -> EventLog:
+    if not printed:
+        return EventLog(home.events)
+    log: EventLog = import_module("training.local").PrintedLog(home.events)
+    return log
+
+
 def _guarded(path: Path, home: Home, events: EventLog) -> int:
     """Run, and turn whatever ends the run into its last events and an exit code."""
     home.aborted.unlink(missing_ok=True)
@@ -145,12 +167,16 @@ def _guarded(path: Path, home: Home, events: EventLog) -> int:
             # Before torch is imported: two threads on cores that others use cost up to 47 times the CPU of one.
             os.environ.setdefault("OMP_NUM_THREADS", "1")
         sinks.require(assignment.recipe.trackers)
+        if assignment.recipe.box.gpus > 1 and crews.rank_of(os.environ) is None:
+            return _launched(path, home, assignment.recipe.box.gpus, printed=type(events) is not EventLog)
         with _heartbeat(events, pulse), _trackers(events, assignment):
-            Runner(path, home, assignment, events, pulse, stop).run()
+            Runner(path, home, assignment, events, pulse, stop, _crew(assignment)).run()
     except Interrupted as told:
         events.emit(RunnerEnd(complete=False, reason=str(told)))
         return TOLD_TO_STOP
     except Exception as error:  # noqa: BLE001  protects the flow, which would otherwise see a process vanish without a word
+        if launch.LAUNCHED in os.environ and _lost_a_process(error):
+            return launch.LOST
         abort = _abort_of(error, pulse.phase)
         if abort.blame == "unknown":
             traceback.print_exc()  # of every other end the one line says all
@@ -163,6 +189,51 @@ def _guarded(path: Path, home: Home, events: EventLog) -> int:
             return FENCED if isinstance(error, Fenced) else UNUSABLE
         return FAULT if abort.blame in ("unknown", "us") else ABORTED
     events.emit(RunnerEnd(complete=True, reason="all phases done, the adapter is exported"))
+    return DONE
+
+
+def _launched(path: Path, home: Home, count: int, *, printed: bool) -> int:
+    """The same once a card. What a follower ended with is told here, since the leader may have been waiting for it."""
+    command = launch.command_of(["--assignment", str(path), *(["--print"] if printed else [])])
+    code, said = launch.run(command, count, home.work)
+    if not said:
+        return code if code >= 0 else 128 - code
+    # The leader has written to it since this process opened its own.
+    events, abort = _events(home, printed=printed), Abort.model_validate(json.loads(said))
+    events.emit(abort)
+    _leave_word(home, abort)
+    events.emit(RunnerEnd(complete=False, reason=abort.reason))
+    return FAULT if abort.blame in ("unknown", "us") else ABORTED
+
+
+def _crew(assignment: Assignment) -> crews.Crew:
+    """This process's crew: itself alone, or those that were started beside it."""
+    if crews.rank_of(os.environ) is None:
+        return crews.Single()
+    company: crews.Crew = import_module("training.sharded.company").Company(
+        cards=assignment.recipe.box.device == "cuda"
+    )
+    return company
+
+
+def _follow(path: Path, home: Home, rank: int, size: int) -> int:
+    """Compute with the leader until it says that nothing comes any more."""
+    # The leader is told to stop, and takes us along.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    try:
+        _load_environment(home)
+        assignment = _read_assignment(path)
+        if assignment.recipe.box.device == "cpu":
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+        import_module("training.follower").follow(home, assignment, _crew(assignment))
+    except Exception as error:  # noqa: BLE001  protects the run, whose leader may wait for us without knowing why
+        traceback.print_exc()
+        abort = _abort_of(error, None)
+        abort = abort.model_copy(update={"reason": f"process {rank} of {size}: {abort.reason}"})
+        word = abort.model_dump_json(exclude={"v", "seq", "t"})
+        (home.work / launch.ERROR_FILE.format(rank)).write_text(word, encoding="utf-8")
+        return FAULT
     return DONE
 
 
@@ -193,17 +264,29 @@ class Runner:
     """One run of one assignment on this box."""
 
     def __init__(
-        self, path: Path, home: Home, assignment: Assignment, events: EventLog, pulse: Pulse, stop: threading.Event
+        self,
+        path: Path,
+        home: Home,
+        assignment: Assignment,
+        events: EventLog,
+        pulse: Pulse,
+        stop: threading.Event,
+        crew: crews.Crew,
     ) -> None:
         self._path, self._home, self._assignment, self._recipe = path, home, assignment, assignment.recipe
-        self._events, self._pulse, self._stop = events, pulse, stop
+        self._events, self._pulse, self._stop, self._crew = events, pulse, stop, crew
         self._counting = assignment.recipe.trainer == "counting"
         self._versions = versions(counting=self._counting)
-        self._required = counting.REQUIRED_FILES if self._counting else REQUIRED_FILES
+        self._required = counting.REQUIRED_FILES if self._counting else required_files(self._recipe)
         self._result_files = counting.RESULT_FILES if self._counting else ADAPTER_FILES
         self._store = Store.from_environment(assignment.bucket)
         staging = home.work / "staging"
-        self._checkpoints = Checkpoints(self._store, assignment.run, staging, self._notice)
+        self._courier: Courier = (
+            InProcess(self._store)
+            if isinstance(self._store, FolderStore)
+            else Commanded(path, transfer_python(), home.work, self._raise_if_told_to_stop)
+        )
+        self._checkpoints = Checkpoints(self._store, assignment.run, staging, self._notice, self._courier)
         self._uploader = Uploader(path, staging, self._checkpoints, self._notice, events)
 
     def run(self) -> None:
@@ -226,8 +309,10 @@ class Runner:
             self._evaluate("adapter", progress.result)
             # Before the export, which takes from the last checkpoint what is in the bucket already.
             self._wait_for_uploads()
+            self._crew.order(crews.Dismiss())
             self._export(self._uploader.light_results.get(self._recipe.phases[-1].name, progress.result))
         except Interrupted:
+            self._crew.order(crews.Dismiss())
             self._last_upload()
             raise
         finally:
@@ -252,7 +337,9 @@ class Runner:
             start=progress.result,
             resume=progress.resume,
             resume_dir=progress.resume_dir,
+            crew=self._crew,
         )
+        self._crew.order(crews.Train(phase.name, desk.start, desk.resume, desk.resume_dir))
         trainer: Any = counting if self._counting else import_module(f"training.phases.{phase.kind}")
         result = trainer.train(desk)
         assert desk.final is not None, "a finished phase has staged its last checkpoint"
@@ -318,6 +405,7 @@ class Runner:
         if self._counting or self._recipe.evaluation.data is None:
             return
         self._raise_if_told_to_stop()
+        self._crew.order(crews.Evaluate(adapter))
         evaluate = import_module("training.evaluate").evaluate
         rows, metrics, served = evaluate(self._home.model, self._home.data("evaluation"), self._recipe, adapter)
         if adapter is not None:
@@ -332,7 +420,9 @@ class Runner:
         export = import_module("training.export").export
         source = self._recipe.model.source
         self._events.emit(
-            export(self._store, self._assignment.run, result, self._result_files, source, self._home.work)
+            export(
+                self._store, self._courier, self._assignment.run, result, self._result_files, source, self._home.work
+            )
         )
 
     def _wait_for_uploads(self) -> None:
@@ -366,6 +456,10 @@ class Runner:
         self._events.emit(Notice(phase=self._pulse.phase, what=what, reason=reason))
 
 
+def required_files(recipe: Recipe) -> tuple[str, ...]:
+    return REQUIRED_QUANTISED if recipe.model.quantisation == "nf4" else REQUIRED_FILES
+
+
 def versions(*, counting: bool) -> dict[str, str]:
     """What decides how a checkpoint is read, and what else may explain a difference. The counting trainer's checkpoints depend on nothing."""
     seen = {"python": platform.python_version()}
@@ -388,6 +482,11 @@ def _abort_of(error: Exception, phase: str | None) -> Abort:
         reason = f"{name}: {reason}"
     told = {field: getattr(error, field, None) for field in ("stage", "group", "tensor")}
     return Abort(phase=phase, reason=reason, blame=blame, likely_cause=getattr(error, "cause", None), **told)
+
+
+def _lost_a_process(error: Exception) -> bool:
+    """Whether a collective failed because somebody left it. Why they did, the launcher knows better."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in ("gloo", "NCCL", "closed by peer"))
 
 
 def _blame(error: Exception, name: str, reason: str) -> Any:
@@ -474,4 +573,10 @@ def _heartbeat(events: EventLog, pulse: Pulse) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    ended = main()
+    if crews.rank_of(os.environ) is not None:
+        # Taking a process group down waits for the others, who may wait for nobody any more.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(ended)
+    sys.exit(ended)

@@ -20,10 +20,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from training.box.child import FENCED, OK, STALLED, USER, Fenced, Refused
+from training.box.child import DAMAGED, FENCED, OK, STALLED, USER, Fenced, Refused
+from training.box.files import Item
 from training.box.folder import FolderStore
-from training.box.light import light_bytes, light_names, make_light
-from training.box.store import StoreDenied, sha256_of
+from training.box.light import light_bytes, light_names, make_first, make_light
+from training.box.store import StoreDenied, StoreError, sha256_of
 from training.box.upload import require_unclaimed, store_checkpoint
 from training.checkpoint import Checkpoints, Notice, link_files
 from training.contract import layout
@@ -32,6 +33,7 @@ from training.contract.events import EventLog
 from training.contract.events import Notice as NoticeEvent
 from training.contract.manifest import FileEntry, Manifest, Parent
 from training.contract.recipe import Assignment
+from training.couriers import Commanded
 
 MEASURED_BYTES = 8 << 20
 """An upload of less than this tells nothing of the uplink: its round trips take longer than its bytes."""
@@ -42,12 +44,21 @@ _LOOK_S = 1.0
 _CHANGED = 1.5
 
 
+def transfer_python() -> str:
+    """The interpreter of the environment that moves files."""
+    return os.environ.get("LIVERY_TRANSFER_PYTHON") or sys.executable
+
+
 class UploadFailed(RuntimeError):
     """A checkpoint was not written whole, or the last one of a phase did not become durable."""
 
     def __init__(self, message: str, *, user_fault: bool) -> None:
         super().__init__(message)
         self.user_fault = user_fault
+
+
+class _Closing(Exception):
+    pass
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,7 @@ class _Job:
     """After a failure."""
     light: bool = False
     """Only its light form is sent any more."""
+    sent_first: bool = False
 
     @property
     def is_sealed(self) -> bool:
@@ -93,7 +105,7 @@ class Uploader:
     notice: Notice
     events: EventLog | None = None
     """Where an upload in this process reports; by default the file beside the assignment."""
-    python: str = field(default_factory=lambda: os.environ.get("LIVERY_TRANSFER_PYTHON") or sys.executable)
+    python: str = field(default_factory=transfer_python)
     attempts: int = 6
     pauses_s: Sequence[float] = _PAUSES_S
 
@@ -235,12 +247,13 @@ class Uploader:
         if code == OK:
             shutil.rmtree(job.directory, ignore_errors=True)
             self.checkpoints.retain(job.manifest.phase, job.manifest.parent)
+            self._drop_first(job)
             self._drop_stray_uploads()
         elif code == FENCED:
             require_unclaimed(store, self.checkpoints.run, self.checkpoints.claim)
             raise Fenced(f"run {self.checkpoints.run}: another runner has claimed it")
         elif not self._closing:
-            self._give_up_or_retry(job, f"the transfer ended with code {code}", user_fault=code == USER)
+            self._give_up_or_retry(job, f"the transfer ended with code {code}", user_fault=code in (USER, DAMAGED))
 
     def _store_here(self, job: _Job, store: FolderStore) -> int:
         claim = self.checkpoints.claim or job.manifest.claim
@@ -266,10 +279,53 @@ class Uploader:
                 f" {job.manifest.total_bytes / 1e9:.3g}, the adapter in bfloat16 without the trainer's state",
             )
         light = self._lighten(job)
+        self._send_first(job, light)
         code = self._send(light, obeys=False)
         if code == OK:
             self.light_results[job.manifest.phase] = light
         return code
+
+    def _send_first(self, job: _Job, light: Path) -> None:
+        """What matters first on a line that may die: the adapter without its routed experts, a few percent of the bytes. It fails no upload."""
+        folder, prefix = job.directory.with_suffix(".first"), self._first(job)
+        if job.sent_first or not (names := make_first(light, folder)):
+            return
+        require_unclaimed(self.checkpoints.store, self.checkpoints.run, self.checkpoints.claim)
+        items = [
+            Item(
+                name=name,
+                key=prefix + name,
+                bytes=(folder / name).stat().st_size,
+                sha256=sha256_of(folder / name),
+            )
+            for name in names
+        ]
+        courier = Commanded(self.assignment_path, self.python, self.staging, self._raise_if_closing)
+        try:
+            courier.send(f"first of {job.manifest.phase}/{job.manifest.step}", folder, items)
+        except _Closing:
+            return
+        except (StoreError, RuntimeError) as error:
+            self._tell(f"first of {job.manifest.phase}/{job.manifest.step} not sent", str(error))
+            return
+        job.sent_first = True
+        self._tell(
+            f"first of {job.manifest.phase}/{job.manifest.step} is in the bucket",
+            f"the adapter without its routed experts, at {prefix}: what there is if the line dies",
+        )
+
+    def _drop_first(self, job: _Job) -> None:
+        """The checkpoint is there, so nobody needs the part of it; an earlier box may have sent that."""
+        shutil.rmtree(job.directory.with_suffix(".first"), ignore_errors=True)
+        for each in self.checkpoints.store.list(self._first(job)) if job.final else ():
+            self.checkpoints.store.delete(each.key)
+
+    def _first(self, job: _Job) -> str:
+        return layout.first(self.checkpoints.run, job.manifest.phase, job.manifest.step)
+
+    def _raise_if_closing(self) -> None:
+        if self._closing:
+            raise _Closing
 
     def _lighten(self, job: _Job) -> Path:
         """The light form beside the staged checkpoint; its manifest names the full one as what it stands for."""
@@ -309,7 +365,7 @@ class Uploader:
         with self._changed:
             if self._jobs:
                 return
-        self.checkpoints.store.abort_uploads(f"{layout.run(self.checkpoints.run)}/blobs/")
+        self.checkpoints.store.abort_uploads(f"{layout.run(self.checkpoints.run)}/")
 
     def _give_up_or_retry(self, job: _Job, reason: str, *, user_fault: bool) -> None:
         if not job.directory.exists():
@@ -393,23 +449,23 @@ class _Rhythm:
             self._tell("durable interval", self._interval.sentence, routine=True)
 
     def is_told_to_go_light(self) -> bool:
-        """Whether the outside has ordered it. What it wrote and cannot be read is said once, and obeyed by nobody."""
+        """Whether the outside has ordered it, and the recipe allows it. An order that cannot be read, or is not allowed, is said once and obeyed
+        by nobody."""
         try:
             text = self._order_path.read_bytes()
         except FileNotFoundError:
             return False
         try:
-            send = json.loads(text)["send"]
-            if send in ("all", "light"):
-                return bool(send == "light")
+            light = {"all": False, "light": True}[json.loads(text)["send"]]
         except (ValueError, KeyError, TypeError):
-            pass
+            what, want = "not understood", 'want {"send": "all"} or {"send": "light"}'
+        else:
+            if not light or self.may_go_light:
+                return light
+            what, want = "not obeyed", "the recipe does not say allow: [light_checkpoints]"
         if text != self._bad_order:
             self._bad_order = text
-            self._tell(
-                "order for the uplink not understood",
-                f'{self._order_path.name} holds {text[:80]!r}; want {{"send": "all"}} or {{"send": "light"}}',
-            )
+            self._tell(f"order for the uplink {what}", f"{self._order_path.name} holds {text[:80]!r}; {want}")
         return False
 
 

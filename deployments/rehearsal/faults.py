@@ -195,6 +195,7 @@ FAULTS: dict[str, Fault] = {
     "ssh.tmux_banner_on_stdout": _box("Every command's stdout begins with the banner of a tmux login."),
     "ssh.path_minimal": _box("Commands run with PATH=/usr/bin:/bin, as non-interactive shells do on some hosts."),
     "net.uplink": _live("The box's uplink (to the bucket and over SSH) is this slow.", float, "MB/s", 0.38),
+    "net.downlink": _live("The box's downlink (from the bucket and over SSH) is this slow.", float, "MB/s", 0.38),
     "net.stall_after": _live("The bucket link freezes after the box has sent this much.", int, "bytes", 1_000_000),
     "box.driver_old": _box(
         "The offer promises a good driver, the box has this one (CUDA 12.4).", str, "version", "550.127.05"

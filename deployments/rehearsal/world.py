@@ -109,8 +109,9 @@ class World:
             proxy.target = target
             proxy.set_mode(_ssh_mode(contract, fault))
         guest.bucket.set_mode("refuse" if contract.status == "offline" else "open")
-        slow = contract.effects.get("net.uplink")
-        guest.uplink.rate_bytes_s = None if slow is None else max(1.0, float(slow) * 1e6)
+        for link, fault in ((guest.uplink, "net.uplink"), (guest.downlink, "net.downlink")):
+            slow = contract.effects.get(fault)
+            link.rate_bytes_s = None if slow is None else max(1.0, float(slow) * 1e6)
         self._refresh_stall(guest, contract)
         if (dropping := "ssh.drop_mid_command" in contract.effects) and not guest.dropping:
             # Commands from before the fault was armed are not its victims.

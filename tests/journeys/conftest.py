@@ -19,7 +19,7 @@ import yaml
 from deployments import rehearsal
 from deployments.processes import Child
 from deployments.seed import store_of
-from tasks.domain import Receipt
+from tasks.domain import Receipt, ReceiptLine
 from tasks.recipes import shipped
 from training.box.store import Store
 from training.contract import layout
@@ -126,6 +126,23 @@ class Journey:
         return any(
             words in child.log_path.read_text(errors="replace") for child in self.children if child.log_path.exists()
         )
+
+
+def completed(journey: Journey, ended: Ended, *, boxes: int, phases: tuple[str, ...] = SHORT) -> None:
+    assert ended.code == 0, ended.output[-4000:]
+    assert journey.billed_now() == 0
+    receipt = journey.receipt(ended.flow_run_id)
+    assert (receipt.outcome, receipt.instances_left, receipt.boxes) == ("completed", 0, boxes)
+    assert receipt.final and receipt.planned
+    assert receipt.paid_usd is not None and receipt.paid_usd == pytest.approx(journey.world()["total_usd"], abs=2e-4)
+    assert {key.split("/")[3] for key in journey.manifests()} == set(phases)
+    assert not journey.store.list("alarms/")
+
+
+def wasted(journey: Journey, ended: Ended) -> dict[int, ReceiptLine]:
+    """The first wasted line of each attempt."""
+    lines = [line for line in journey.receipt(ended.flow_run_id).lines if line.wasted]
+    return {line.attempt: line for line in reversed(lines)}
 
 
 @pytest.fixture

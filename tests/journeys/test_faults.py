@@ -14,30 +14,12 @@ from collections.abc import Callable
 
 import pytest
 
-from tasks.domain import ReceiptLine
 from tasks.lease import read_lease
-from tests.journeys.conftest import JOURNEY_S, ROOT, SHORT, Ended, Journey
+from tests.journeys.conftest import JOURNEY_S, ROOT, Journey, completed, wasted
 
 pytestmark = [pytest.mark.journey, pytest.mark.timeout(600)]
 Make = Callable[..., Journey]
 ALL = ("cpt", "sft", "dpo", "kto", "grpo")
-
-
-def completed(journey: Journey, ended: Ended, *, boxes: int, phases: tuple[str, ...] = SHORT) -> None:
-    assert ended.code == 0, ended.output[-4000:]
-    assert journey.billed_now() == 0
-    receipt = journey.receipt(ended.flow_run_id)
-    assert (receipt.outcome, receipt.instances_left, receipt.boxes) == ("completed", 0, boxes)
-    assert receipt.final and receipt.planned
-    assert receipt.paid_usd is not None and receipt.paid_usd == pytest.approx(journey.world()["total_usd"], abs=2e-4)
-    assert {key.split("/")[3] for key in journey.manifests()} == set(phases)
-    assert not journey.store.list("alarms/")
-
-
-def wasted(journey: Journey, ended: Ended) -> dict[int, ReceiptLine]:
-    """The first wasted line of each attempt."""
-    lines = [line for line in journey.receipt(ended.flow_run_id).lines if line.wasted]
-    return {line.attempt: line for line in reversed(lines)}
 
 
 def test_a_run_with_nothing_wrong_is_paid_destroyed_and_told(journey: Make) -> None:

@@ -93,6 +93,9 @@ def test_what_decides_about_an_uplink_is_gathered_from_run_box_and_market(run: R
     assert (seen.left_bytes, seen.light_bytes, seen.later_checkpoints) == (23_000_000, 8_000_000, 0)
     assert (seen.unsaved_s, seen.trains_s) == (600, 0)
     assert seen.new_box is not None and seen.new_box.up_mbps > 100
+    assert not seen.light_allowed, "the recipe has no word for it"
+    run.recipe = run.recipe.model_copy(update={"allow": ("light_checkpoints",)})
+    assert run.predicament(view, sending(), 3.0).light_allowed
     assert 29 < seen.left_usd <= 30 and 0 < seen.left_s <= 12 * 3600
 
 

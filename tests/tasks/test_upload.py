@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,11 @@ from tasks.phase import RunView
 from tasks.remote.ssh import Remote
 from tasks.rules.stalls import patience_s
 from tasks.rules.uplink import Decision, NewBox, Predicament
-from tasks.upload import UplinkWatch, tell_to_send_less
+from tasks.upload import UplinkWatch, drop_half_sent, tell_to_send_less
 from tests.tasks.remote.conftest import SshBox, box, key_path, link, login, remote  # noqa: F401
+from training.box.folder import FolderStore
 from training.contract import layout
+from training.contract.claims import Claim
 from training.contract.events import CheckpointDurable, CheckpointSaved, PhaseEnd, PhaseStart, Step, Transfer
 from training.contract.recipe import Budget
 
@@ -185,3 +188,18 @@ def test_the_word_to_send_less_lies_whole_on_the_box(remote: Remote, box: SshBox
     tell_to_send_less(remote, "upload sft/40: at 3.0 Mbps")
     told = json.loads((box.home / layout.BOX_UPLINK).read_text())
     assert told == {"send": "light", "reason": "upload sft/40: at 3.0 Mbps"}
+
+
+@pytest.mark.parametrize(("newest", "left"), [("ours", 0), ("anothers", 1), ("unreadable", 1), ("nobodys", 1)])
+def test_what_a_runs_boxes_left_half_sent_goes_with_them_unless_it_may_be_anothers(
+    tmp_path: Path, newest: str, left: int
+) -> None:
+    store = FolderStore(tmp_path)
+    half = tmp_path / "runs" / "r" / "blobs" / ".unfinished-abc"
+    half.parent.mkdir(parents=True)
+    half.write_bytes(b"half")
+    claim = Claim(number=1, runner="x", flow_run_id=newest, at=0.0).model_dump_json().encode()
+    if newest != "nobodys":
+        store.put_bytes(layout.claim("r", 1), b"{" if newest == "unreadable" else claim)
+    drop_half_sent(store, "r", "ours")
+    assert half.exists() == bool(left)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.training.box.netfault import Link
 from tests.training.conftest import Box, kill, place_box, recipe_of
 from training.box.store import Store
 from training.contract import layout
@@ -296,6 +297,37 @@ def test_a_box_whose_prefetch_did_not_end_is_not_trained_on(make_box: MakeBox, t
     abort = box.of("abort")[0]
     assert abort.blame == "us" and lost in abort.reason
     assert not box.of("phase_start")
+
+
+def test_a_restore_over_a_link_that_dies_gives_the_box_up_and_not_the_checkpoint(
+    make_box: MakeBox, store: Store, s3: dict[str, str]
+) -> None:
+    recipe = counting("cpt", steps=40, save_every=10, seconds=0.2).model_copy(update={"checkpoint_mb": 4.0})
+    first = make_box(recipe, "restored")
+    runner = first.start()
+    first.wait_for(lambda: bool(manifests(store, "restored", "cpt")))
+    kill(runner)
+    safe = max(manifests(store, "restored", "cpt"))
+
+    impatient = recipe.model_copy(update={"budget": recipe.budget.model_copy(update={"stall_s": 2})})
+    box, link = make_box(impatient, "restored"), Link(int(s3["AWS_ENDPOINT_URL_S3"].rpartition(":")[2]))
+    secrets = (box.root / "private.env").read_text().replace(s3["AWS_ENDPOINT_URL_S3"], link.url)
+    (box.root / "private.env").write_text(secrets)
+    link.down_bps = 1e6
+    runner = box.start()
+    box.wait_for(lambda: any(event.what == f"restore cpt/{safe}" for event in box.of("transfer")))
+    link.freeze()
+    assert runner.wait(timeout=60) == 3
+    link.close()
+    (abort,) = box.of("abort")
+    assert abort.blame == "host" and f"restore cpt/{safe}, try 3: no byte moved" in abort.reason
+    assert not any("not used" in event.what for event in box.of("notice")), "the checkpoint is as good as it was"
+
+    box = make_box(recipe, "restored")
+    assert box.run() == 0
+    assert box.of("phase_start")[0].resumed_from == layout.manifest("restored", "cpt", safe)
+    (restored,) = {event.what for event in box.of("transfer") if event.direction == "down"}
+    assert restored == f"restore cpt/{safe}"
 
 
 def test_an_older_box_that_comes_back_is_fenced_and_its_late_checkpoint_never_counts(

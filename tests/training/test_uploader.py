@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import array
+import json
 import os
+import random
+import struct
 import time
 from pathlib import Path
 
@@ -180,6 +184,8 @@ def test_an_empty_file_right_after_a_save_stops_the_run_and_is_never_sent(tmp_pa
 
 # Less on a slow uplink.
 
+ALLOWED: dict[str, object] = {"allow": ("light_checkpoints",)}
+
 
 def light_steps(store: Store, run: str, phase: str) -> list[int]:
     return [int(info.key[-13:-5]) for info in store.list(layout.light_manifests(run, phase))]
@@ -192,7 +198,7 @@ def order(tmp_path: Path, text: str) -> None:
 def test_an_order_from_outside_sends_the_last_checkpoint_in_its_light_form_and_no_other(
     tmp_path: Path, s3_here: dict[str, str]
 ) -> None:
-    uploader, said, store = uploader_of(tmp_path, s3_here, "light")
+    uploader, said, store = uploader_of(tmp_path, s3_here, "light", changes=ALLOWED)
     order(tmp_path, '{"send": "light", "reason": "61 Mbps"}')
     uploader.stage(checkpoint(tmp_path / "cpt", 4), NAMES, manifest("light", "cpt", 4))
     wait(uploader)
@@ -218,7 +224,8 @@ def test_an_order_given_while_the_whole_is_being_sent_ends_that_and_sends_less(
     link = Link(port)
     link.up_bps = 200_000
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", link.url)
-    uploader, _, store = uploader_of(tmp_path, s3_here, "midway", budget={"stall_s": 20, "upload_s": 100})
+    budget: dict[str, float] = {"stall_s": 20, "upload_s": 100}
+    uploader, _, store = uploader_of(tmp_path, s3_here, "midway", changes=ALLOWED, budget=budget)
     directory = checkpoint(tmp_path / "cpt", 10)
     (directory / "optimizer.pt").write_bytes(os.urandom(20 << 20))
     uploader.stage(directory, (*NAMES, "optimizer.pt"), manifest("midway", "cpt", 10))
@@ -233,6 +240,47 @@ def test_an_order_given_while_the_whole_is_being_sent_ends_that_and_sends_less(
     assert store.abort_uploads(layout.run("midway")) == 0, "what was half sent is not left to be billed"
 
 
+def adapter(directory: Path, size: int) -> tuple[str, ...]:
+    """An adapter of `size` random fp32 numbers for the routed experts and a hundred for attention, in a directory that is to be staged."""
+    header: dict[str, object] = {}
+    at = 0
+    for name, count in (("layers.0.self_attn.q_proj.lora_A.weight", 100), ("layers.0.mlp.experts.lora_A.weight", size)):
+        header[name] = {"dtype": "F32", "shape": [count], "data_offsets": [at, at + 4 * count]}
+        at += 4 * count
+    text = json.dumps(header).encode()
+    numbers = array.array("f", (random.random() for _ in range(100 + size))).tobytes()
+    directory.mkdir(parents=True)
+    (directory / "adapter_model.safetensors").write_bytes(struct.pack("<Q", len(text)) + text + numbers)
+    (directory / "adapter_config.json").write_text("{}")
+    return "adapter_config.json", "adapter_model.safetensors"
+
+
+def test_on_a_line_that_may_die_the_adapter_without_its_experts_goes_first_and_is_no_checkpoint(
+    tmp_path: Path, s3_here: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link = Link(int(s3_here["AWS_ENDPOINT_URL_S3"].rpartition(":")[2]))
+    link.up_bps = 200_000
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", link.url)
+    budget: dict[str, float] = {"stall_s": 20, "upload_s": 300}
+    uploader, said, store = uploader_of(tmp_path, s3_here, "first", changes=ALLOWED, budget=budget)
+    order(tmp_path, '{"send": "light"}')
+    names = adapter(tmp_path / "cpt" / "checkpoint-10", 1 << 20)
+    uploader.stage(tmp_path / "cpt" / "checkpoint-10", names, manifest("first", "cpt", 10))
+    prefix = layout.first("first", "cpt", 10)
+    deadline = time.monotonic() + 60
+    while not any("first of cpt/10 is in the bucket" in each for each in said):
+        assert time.monotonic() < deadline, said
+        time.sleep(0.1)
+    sizes = {info.key.removeprefix(prefix): info.size for info in store.list(prefix)}
+    assert set(sizes) == set(names) and sizes["adapter_model.safetensors"] < 1000
+    assert light_steps(store, "first", "cpt") == [], "two megabytes of experts are still to come"
+    link.up_bps = None
+    wait(uploader)
+    uploader.close()
+    link.close()
+    assert light_steps(store, "first", "cpt") == [10] and store.list(prefix) == []
+
+
 def test_an_uplink_too_slow_for_its_budget_goes_light_only_with_the_recipes_word(
     tmp_path: Path, s3_here: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +288,7 @@ def test_an_uplink_too_slow_for_its_budget_goes_light_only_with_the_recipes_word
     link.up_bps = 380_000
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", link.url)
     uploader, said, store = uploader_of(
-        tmp_path, s3_here, "word", changes={"allow": ("light_checkpoints",)}, budget={"stall_s": 20, "upload_s": 15}
+        tmp_path, s3_here, "word", changes=ALLOWED, budget={"stall_s": 20, "upload_s": 15}
     )
     directory = checkpoint(tmp_path / "cpt", 10)
     (directory / "optimizer.pt").write_bytes(os.urandom(30 << 20))
@@ -252,13 +300,21 @@ def test_an_uplink_too_slow_for_its_budget_goes_light_only_with_the_recipes_word
     assert any("the uplink is too slow" in each for each in said)
 
 
-def test_an_order_that_cannot_be_read_is_said_once_and_obeyed_by_nobody(
-    tmp_path: Path, s3_here: dict[str, str]
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"send": "less"}', "order for the uplink not understood"),
+        ("[]", "order for the uplink not understood"),
+        ('{"send": "light"}', "order for the uplink not obeyed: uplink.json holds"),
+    ],
+)
+def test_an_order_that_cannot_be_read_or_is_not_allowed_is_said_once_and_obeyed_by_nobody(
+    tmp_path: Path, s3_here: dict[str, str], text: str, words: str
 ) -> None:
     uploader, said, store = uploader_of(tmp_path, s3_here, "order")
-    order(tmp_path, '{"send": "less"}')
+    order(tmp_path, text)
     uploader.stage(checkpoint(tmp_path / "cpt", 10), NAMES, manifest("order", "cpt", 10))
     wait(uploader)
     uploader.close()
     assert steps(store, "order", "cpt") == [10]
-    assert sum("order for the uplink not understood" in each for each in said) == 1
+    assert sum(words in each for each in said) == 1

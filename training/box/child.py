@@ -19,14 +19,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from training.box.store import MIN_PART_BYTES, PART_BYTES, MachineFault
+from training.box.store import PART_BYTES, MachineFault
 from training.contract.events import Event, EventLog, Notice, Transfer
 
 # Exit codes of a child and of the command; see training.box.transfer.
-OK, FAILED, USER, STALLED, MACHINE, FENCED = 0, 1, 2, 3, 4, 5
+OK, FAILED, USER, STALLED, MACHINE, FENCED, DAMAGED = 0, 1, 2, 3, 4, 5, 6
 EVENT_EVERY_S = 2.0
 START_S = 60.0
 STALL_VARIABLE = "LIVERY_TRANSFER_STALL_S"
+_RATE_S = 30.0
 _SLOW_TRIES = 2
 _PATIENCE_S = 120.0
 
@@ -37,6 +38,10 @@ class Stalled(Exception):
 
 class Refused(Exception):
     """The user's or the configuration's fault; another try or another box would end alike."""
+
+
+class Damaged(Refused):
+    """An object is missing, or is not what was promised of it."""
 
 
 class Fenced(Exception):
@@ -50,13 +55,13 @@ class Way:
     workers: int
     """Files or connections at once, at most."""
     part_bytes: int
-    """For an upload of which nothing has arrived; otherwise it goes on in parts of the size that did."""
+    """What an upload that is killed may have to send again, at most; see training.box.multipart."""
 
     def __str__(self) -> str:
         return f"at most {self.workers} at a time, parts of {self.part_bytes / (1 << 20):.0f} MiB"
 
 
-WAYS = (Way(4, PART_BYTES), Way(2, MIN_PART_BYTES), Way(1, MIN_PART_BYTES))
+WAYS = (Way(4, PART_BYTES), Way(2, PART_BYTES // 2), Way(1, PART_BYTES // 4))
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,11 @@ class Voice:
             self._progress = {"what": what, "done": done, "total": total}
             self._say(due=begins or done >= total or self._is_time())
 
+    def last_word(self) -> None:
+        """What was not due to be said yet: a child that fails has moved bytes, too."""
+        with self._lock:
+            self._say(due=True)
+
     def _count(self, name: str, count: int, *, due: bool = False) -> None:
         with self._lock:
             self._counts[name] += count
@@ -148,12 +158,14 @@ def supervise(
     environ: Mapping[str, str] = os.environ,
     *,
     light_bytes: int | None = None,
+    what: str = "",
 ) -> Account:
     """Run the child until it is done, in several ways in turn; its last account, with what was sent and moved over all tries.
 
-    `light_bytes` goes into the events. Refused, Fenced, MachineFault or Stalled; a way given up is a Notice that says how far it had come and what is tried now.
+    `light_bytes` goes into the events. Refused (Damaged among them), Fenced, MachineFault or Stalled; a way given up is a Notice that says how far
+    it had come and what is tried now. `what`: the transfer's name there, by default prefetch or upload.
     """
-    what = "prefetch" if direction == "down" else "upload"
+    what = what or ("prefetch" if direction == "down" else "upload")
     supervision = _Supervision(command, _Reporter(events, direction, light_bytes), limits, environ)
     said, slow, sent = "", 0, 0
     for attempt, way in enumerate(WAYS):
@@ -190,6 +202,8 @@ def _raise_for(code: int | None, error: str) -> None:
     """What no other way would mend."""
     if code == USER:
         raise Refused(error or "the transfer was refused without a reason")
+    if code == DAMAGED:
+        raise Damaged(error or "an object is missing, or is not what was promised of it")
     if code == FENCED:
         raise Fenced(error or "a newer runner has claimed the run")
     if code == MACHINE:
@@ -210,17 +224,26 @@ class _Supervision:
 
     def try_once(self, attempt: int) -> tuple[Account, int | None, str]:
         """One way, until it is done, refused, too slow, or nothing has moved for `stall_s`. A child that ends sooner (a link that refuses for
-        some seconds) is started again, since what it did is kept. Its account, exit code and, in words, how it ended."""
+        some seconds) is started again, since what it did is kept; but what fails twice with the same words (the same wrong sha256) is no accident
+        of the way, and would be moved again and again. Its account, exit code and, in words, how it ended."""
         account, pulse = Account(), _Pulse()
         pace = Pace(self._limits.patience_s)
-        sent = 0
+        sent, failed_with, silent_ends = 0, "", 0
         while True:
             account.sent = account.moved = account.worked = 0
+            last_words, account.error = account.error, ""
             code, why = self._watch([*self._command, "--attempt", str(attempt)], account, pulse, pace)
+            if code == FAILED and account.error:
+                code = DAMAGED if account.error == failed_with else FAILED
+                failed_with = account.error
+            silent_ends += code not in (None, OK, STALLED) and not account.error
+            account.error = account.error or last_words
             self.moved += account.moved
             account.sent = sent = sent + account.sent
-            if code in (OK, USER, FENCED, MACHINE):
+            if code in (OK, USER, FENCED, MACHINE, DAMAGED):
                 return account, code, ""
+            if silent_ends == 2:
+                return account, code, "it ended twice without a word; see its log"
             still = pulse.still_s() > self._limits.stall_s
             if code is None or still or self.is_over():
                 still_why = f"no byte moved for {pulse.still_s():.0f} s" if still else ""
@@ -330,23 +353,23 @@ class _Reporter:
 
     def __init__(self, events: EventLog, direction: Literal["down", "up"], light_bytes: int | None) -> None:
         self._events, self._direction, self._light_bytes = events, direction, light_bytes
-        self._began: dict[str, tuple[float, int]] = {}
+        self._seen: dict[str, deque[tuple[float, int, int]]] = {}
+        """Of each transfer: when, bytes over the line, bytes done; the first one, and those of the last while."""
         self._last: dict[str, float] = {}
         self._finished: set[str] = set()
         self._rate = 0.0
 
     def tell(self, account: Account, moved_before: int, *, finished: bool = False) -> None:
-        now = time.monotonic()
+        now, line = time.monotonic(), moved_before + account.moved
         for what, done in account.done.items():
-            began_at, began_done = self._began.setdefault(what, (now, done))
-            whole = done >= account.total[what]
+            seen, whole = self._seen.setdefault(what, deque()), done >= account.total[what]
             due = now - self._last.get(what, 0.0) >= EVENT_EVERY_S or whole or finished
             if what in self._finished or not due:
                 continue
             self._last[what] = now
-            elapsed = now - began_at
-            self._rate = (done - began_done) * 8 / 1e6 / elapsed if elapsed > 0.05 else 0.0
-            self._events.emit(self._event(what, done, account.total[what], whole, moved_before + account.moved))
+            seen.append((now, line, done))
+            self._rate = _mbps(seen, whole=whole)
+            self._events.emit(self._event(what, done, account.total[what], whole, line))
             if whole:
                 self._finished.add(what)
 
@@ -368,6 +391,17 @@ class _Reporter:
             line_bytes=moved,
             light_bytes=self._light_bytes,
         )
+
+
+def _mbps(seen: deque[tuple[float, int, int]], *, whole: bool) -> float:
+    """Of the last half minute, or of all once it is whole. By what crossed the line: on a slow one the other side acknowledges nothing for as
+    long. What is not told of the line is told by what is done."""
+    while len(seen) > 2 and not whole and seen[1][0] < seen[-1][0] - _RATE_S:
+        del seen[1]
+    first = seen[0] if whole or len(seen) == 2 or seen[0][0] >= seen[-1][0] - _RATE_S else seen[1]
+    now, line, done = seen[-1]
+    moved = (line - first[1]) or (done - first[2])
+    return moved * 8 / 1e6 / (now - first[0]) if now - first[0] > 0.05 else 0.0
 
 
 def _spawn(command: list[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:

@@ -15,7 +15,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-from training.box.store import PART_BYTES, Moved, ObjectInfo, Progress, Store, StoreConflict, StoreError, sha256_of
+from training.box.store import (
+    PART_BYTES,
+    Moved,
+    ObjectInfo,
+    Progress,
+    Store,
+    StoreConflict,
+    StoreError,
+    StoreMissing,
+    sha256_of,
+)
 
 _BLOCK = 1 << 20
 _UNFINISHED = ".unfinished-"
@@ -39,6 +49,12 @@ class FolderStore(Store):
         path = self._path(key)
         with self._explained("read", key):
             return path.read_bytes() if path.is_file() else None
+
+    def stream(self, key: str) -> Iterator[bytes]:
+        data = self.get_bytes(key)
+        if data is None:
+            raise StoreMissing(f"{self.where}: {key} does not exist")
+        yield data
 
     def put_bytes(
         self,
@@ -131,19 +147,21 @@ class FolderStore(Store):
         *,
         progress: Progress = lambda done, total: None,
         moved: Moved = lambda taken: None,
+        worked: Moved = lambda count: None,
         expect_bytes: int | None = None,
         expect_sha256: str | None = None,
         attempts: int = 5,
-    ) -> None:
+    ) -> str:
         source = self._path(key)
         if not source.is_file():
-            raise StoreError(f"{self.where}: {key} does not exist")
+            raise StoreMissing(f"{self.where}: {key} does not exist")
         size = source.stat().st_size
         if expect_bytes is not None and size != expect_bytes:
             raise StoreError(f"{self.where}: {key} has {size} bytes, want {expect_bytes}")
-        if expect_sha256 is not None and (seen := sha256_of(source)) != expect_sha256:
+        seen = sha256_of(source, worked)
+        if expect_sha256 not in (None, seen):
             raise StoreError(
-                f"{self.where}: {key}: sha256 of what is there is {seen[:12]}…, want {expect_sha256[:12]}…"
+                f"{self.where}: {key}: sha256 of what is there is {seen[:12]}…, want {str(expect_sha256)[:12]}…"
             )
         with self._explained("read", key):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -152,6 +170,7 @@ class FolderStore(Store):
             os.replace(part, path)
         moved(size)
         progress(size, size)
+        return seen
 
     def copy(self, source: str, key: str, *, sha256: str) -> int:
         self.upload_file(self._path(source), key, sha256=sha256)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import threading
 import time
@@ -12,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from training.box.store import MachineFault, StoreDenied, StoreError, StoreUnreachable, disk_fault
+from training.box.store import MachineFault, Moved, StoreDenied, StoreError, StoreUnreachable, disk_fault, sha256_of
 
 # Weights in formats that are not loaded, and other people's conversions.
 IGNORED = ("*.bin", "*.pth", "*.gguf", "*.onnx", "*.h5", "*.msgpack", "original/*", "*.md", ".gitattributes")
@@ -35,10 +34,13 @@ def settings(attempt: int) -> dict[str, str]:
     return {**chosen, "HF_HUB_DISABLE_XET": "1"} if attempt else {**chosen, "HF_XET_HIGH_PERFORMANCE": "1"}
 
 
-def download_model(source: str, folder: Path, progress: Progress, attempt: int) -> dict[str, dict[str, Any]]:
+def download_model(
+    source: str, folder: Path, progress: Progress, attempt: int, worked: Moved = lambda count: None
+) -> dict[str, dict[str, Any]]:
     """Fetch `hub:OWNER/NAME@COMMIT` into `folder`; digests by path relative to ~/livery.
 
-    Progress counts bytes on disk, resumed ones among them. StoreError names a file whose size or sha256 is not the hub's.
+    Progress counts bytes on disk, resumed ones among them; `worked(n)` bytes that are hashed afterwards, which takes longer than a stall may.
+    StoreError names a file whose size or sha256 is not the hub's.
     """
     os.environ.update(settings(attempt))
     from huggingface_hub import snapshot_download
@@ -51,9 +53,11 @@ def download_model(source: str, folder: Path, progress: Progress, attempt: int) 
         workers = _WORKERS[min(attempt, len(_WORKERS) - 1)]
         with _Watch(folder, total, progress):
             snapshot_download(name, revision=commit, local_dir=folder, allow_patterns=names, max_workers=workers)
-    known = {f"model/{file.rfilename}": _verified(folder / file.rfilename, file) for file in files}
+    with ThreadPoolExecutor(_WORKERS[0]) as pool:
+        known = pool.map(lambda file: _verified(folder / file.rfilename, file, worked), files)
+        verified = {f"model/{file.rfilename}": entry for file, entry in zip(files, known, strict=True)}
     progress(total, total)
-    return known
+    return verified
 
 
 def digests(source: str) -> dict[str, tuple[int | None, str | None]]:
@@ -137,14 +141,13 @@ def measure_down(source: str, size: int, seconds: float) -> float:
         raise StoreUnreachable(f"hub {name}@{commit[:12]}: {type(error).__name__}") from None
 
 
-def _verified(path: Path, file: Any) -> dict[str, Any]:
+def _verified(path: Path, file: Any, worked: Moved) -> dict[str, Any]:
     """Size and digest of a downloaded file; empty files and halves were seen to arrive without an error."""
     seen = path.stat().st_size if path.is_file() else -1
     if file.size is not None and seen != file.size:
         path.unlink(missing_ok=True)
         raise StoreError(f"hub {file.rfilename}: {max(seen, 0)} bytes arrived, want {file.size}; it is deleted")
-    with path.open("rb") as stream:
-        sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    sha256 = sha256_of(path, worked)
     if file.lfs is not None and sha256 != file.lfs.sha256:
         path.unlink()
         raise StoreError(

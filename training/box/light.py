@@ -1,4 +1,5 @@
 """The light form of a checkpoint, for an uplink that the full one is too large for: the adapter in bfloat16, without the trainer's state.
+And what of it goes first: the adapter without the routed experts' part, which is nearly all of its bytes.
 
 Standard library only: the conversion runs in whatever environment the uploader has.
 """
@@ -8,15 +9,17 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from training.contract.manifest import FileEntry
 
-TRAINERS_OWN = frozenset({"optimizer.pt", "scheduler.pt", "rng_state.pth"})
+TRAINERS_OWN = frozenset({"optimizer.pt", "resume.safetensors", "scheduler.pt", "rng_state.pth"})
 """What only the trainer needs to go on; the adapter can be used, and another phase begun, without."""
 _BLOCK = 4 << 20
+_ADAPTER, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_EXPERTS = ".experts."  # in the name of every tensor of the routed ones; the shared expert's have .shared_expert.
 _RAW = "weights.bin"
 """What stands for the adapter in the counting trainer's checkpoints: fp32 numbers without a header."""
 
@@ -46,14 +49,29 @@ def make_light(source: Path, names: list[str], into: Path) -> None:
             os.link(source / name, target)
 
 
-def round_safetensors(source: Path, target: Path) -> None:
-    """A copy whose fp32 tensors are bfloat16, rounded to the nearest even as torch does; others are copied."""
+def make_first(source: Path, into: Path) -> list[str]:
+    """The adapter of `source` without its routed experts in `into`, as PEFT loads it (what is missing there changes nothing); its files. Empty
+    where that is nothing or all of it."""
+    if not (source / _ADAPTER).exists():
+        return []
+    with (source / _ADAPTER).open("rb") as file:
+        names = [name for name, _ in _tensors(_header(file)[0])]
+    if len({_EXPERTS in name for name in names}) < 2:
+        return []
+    into.mkdir(parents=True, exist_ok=True)
+    round_safetensors(source / _ADAPTER, into / _ADAPTER, keep=lambda name: _EXPERTS not in name)
+    (into / _CONFIG).unlink(missing_ok=True)
+    os.link(source / _CONFIG, into / _CONFIG)
+    return [_CONFIG, _ADAPTER]
+
+
+def round_safetensors(source: Path, target: Path, keep: Callable[[str], bool] = lambda name: True) -> None:
+    """A copy whose fp32 tensors are bfloat16, rounded to the nearest even as torch does; others are copied. Of the tensors to `keep` only."""
     with source.open("rb") as file, target.open("wb") as out:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header: dict[str, Any] = json.loads(file.read(length))
-        tensors = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
-        tensors.sort(key=lambda item: item[1]["data_offsets"])
-        text = json.dumps(header | dict(_placed(tensors)), separators=(",", ":")).encode()
+        header, length = _header(file)
+        tensors = [(name, entry) for name, entry in _tensors(header) if keep(name)]
+        metadata = {name: entry for name, entry in header.items() if name == "__metadata__"}
+        text = json.dumps(metadata | dict(_placed(tensors)), separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         out.write(struct.pack("<Q", len(text)) + text)
         for _, entry in tensors:
@@ -61,6 +79,18 @@ def round_safetensors(source: Path, target: Path) -> None:
             file.seek(8 + length + begin)
             for block in _blocks(file, end - begin):
                 out.write(_to_bfloat16(block) if entry["dtype"] == "F32" else block)
+
+
+def _header(file: IO[bytes]) -> tuple[dict[str, Any], int]:
+    """The header, and how long its text is; the file stands behind it."""
+    (length,) = struct.unpack("<Q", file.read(8))
+    return json.loads(file.read(length)), length
+
+
+def _tensors(header: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """In the order of their bytes."""
+    tensors = [(name, entry) for name, entry in header.items() if name != "__metadata__"]
+    return sorted(tensors, key=lambda item: item[1]["data_offsets"])
 
 
 def _placed(tensors: list[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-from training.box.store import PART_BYTES, Store, StoreDenied, StoreUnreachable
+from training.box.store import Store, StoreDenied, StoreUnreachable
 from training.contract import layout
 from training.contract.checks import Check, CheckReport
 from training.contract.recipe import Assignment, Recipe
 
 _CONNECTIONS = 4
 _BLOCK = 1 << 20
+_MOST = 8 << 20  # in one request, so that the time is kept on a slow link
 
 
 def probe_links(assignment: Assignment, store: Store, *, nonce: str, size: int, seconds: float) -> CheckReport:
@@ -63,7 +65,7 @@ def _measure_up(store: Store, prefix: str, size: int, seconds: float) -> tuple[f
     began = time.monotonic()
     send(0, _BLOCK // 4)
     took = time.monotonic() - began
-    block = int(min(PART_BYTES, max(_BLOCK // 4, _BLOCK / 8 / took)))
+    block = int(min(_MOST, max(_BLOCK // 4, _BLOCK / 8 / took)))
     began, stop, count[0] = time.monotonic(), time.monotonic() + seconds, 0
     with ThreadPoolExecutor(_CONNECTIONS) as pool:
         jobs = range(1, max(1, size // block) + 1)
@@ -72,13 +74,16 @@ def _measure_up(store: Store, prefix: str, size: int, seconds: float) -> tuple[f
 
 
 def _measure_down(store: Store, keys: list[str], seconds: float) -> float:
+    """Mbps that arrive; what has not when the time is over is not waited for."""
     stop, count, lock = time.monotonic() + seconds, [0], threading.Lock()
 
     def fetch(key: str) -> None:
-        if time.monotonic() < stop:
-            data = store.get_bytes(key)
-            with lock:
-                count[0] += len(data or b"")
+        with contextlib.closing(store.stream(key)) as blocks:
+            for block in blocks if time.monotonic() < stop else ():
+                with lock:
+                    count[0] += len(block)
+                if time.monotonic() > stop:
+                    return
 
     began = time.monotonic()
     with ThreadPoolExecutor(_CONNECTIONS) as pool:

@@ -14,6 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from training.box.child import Refused, Voice, Way
+from training.box.files import Item, upload_all
 from training.box.store import Store, StoreConflict, StoreUnreachable
 from training.contract import layout
 from training.contract.manifest import FileEntry
@@ -55,23 +56,11 @@ def send_mirror(store: Store, source: str, home: Path, voice: Voice, way: Way) -
         for path, entry in known.items()
         if path.startswith("model/")
     }
-    total, before, sent = sum(entry.bytes for entry in files.values()), 0, 0
-    for name, entry in sorted(files.items(), key=lambda item: item[1].bytes):
-
-        def progress(done: int, _: int, before: int = before) -> None:
-            voice.progress("upload mirror", before + done, total)
-
-        count = store.upload_file(
-            home / "model" / name,
-            base + name,
-            sha256=entry.sha256,
-            progress=progress,
-            moved=voice.moved,
-            part_bytes=way.part_bytes,
-            workers=way.workers,
-        )
-        voice.sent(count)
-        before, sent = before + entry.bytes, sent + count
+    items = [
+        Item(name=name, key=base + name, bytes=entry.bytes, sha256=entry.sha256)
+        for name, entry in sorted(files.items(), key=lambda item: item[1].bytes)
+    ]
+    sent = upload_all(store, home / "model", items, "upload mirror", voice, way)
     text = Mirror(source=source, files=files, at=round(time.time(), 3)).model_dump_json(indent=1)
     with contextlib.suppress(
         StoreConflict

@@ -4,33 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from training.box.child import Refused, Voice, Way
+from training.box.files import Item, download_all
 from training.box.mirror import Mirror, find_mirror
-from training.box.store import Store, StoreError, sha256_of
+from training.box.store import Store
 from training.contract import layout
+from training.contract.manifest import FileEntry
 from training.contract.recipe import Assignment, Recipe
 
 MARKER = "prefetched.json"
 MODEL, DATA = "prefetch model", "prefetch data"
 Known = dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """One file that must lie under the box's livery folder."""
-
-    path: str
-    """Relative to ~/livery, such as `data/sft.jsonl`."""
-    key: str
-    bytes: int
-    sha256: str | None = None
 
 
 def marker_holds(home: Path) -> bool:
@@ -63,8 +51,8 @@ def prefetch_here(assignment: Assignment, store: Store, home: Path, voice: Voice
     The marker, `prefetched.json`: {"files": {path: {"sha256", "bytes"}}, "model_from": "hub" | "mirror" | "bucket"}.
     """
     keys = wanted_data(assignment.recipe)
-    wanted = [Wanted(path, key, _size(store, key)) for path, key in keys.items()]
-    known = _download_all(store, home, wanted, DATA, voice, way)
+    wanted = [Item(name=path, key=key, bytes=_size(store, key)) for path, key in keys.items()]
+    known = _known(download_all(store, home, wanted, DATA, voice, way))
     source = assignment.recipe.model.source
     if source.startswith("hub:"):
         mirror = find_mirror(store, source) if assignment.recipe.model.mirror else None
@@ -75,13 +63,13 @@ def prefetch_here(assignment: Assignment, store: Store, home: Path, voice: Voice
     else:
         came_from = "bucket"
         files = list_model(store, source.removeprefix("bucket:"))
-        known |= _download_all(store, home, files, MODEL, voice, way)
+        known |= _known(download_all(store, home, files, MODEL, voice, way))
     fresh = home / f"{MARKER}.new"
     fresh.write_text(json.dumps({"files": known, "model_from": came_from, "at": time.time()}, indent=1))
     os.replace(fresh, home / MARKER)
 
 
-def list_model(store: Store, prefix: str) -> list[Wanted]:
+def list_model(store: Store, prefix: str) -> list[Item]:
     """All objects under the model's prefix. Refused if there is none, if weights are empty, or if a name would leave the model's folder."""
     base = prefix.rstrip("/") + "/"
     found = []
@@ -93,7 +81,7 @@ def list_model(store: Store, prefix: str) -> list[Wanted]:
             raise Refused(f"{item.key}: a model file may not lie outside its folder")
         if item.size == 0 and name.endswith((".safetensors", ".json")):
             raise Refused(f"{store.where}: {item.key} has 0 bytes; mirror the model again")
-        found.append(Wanted(f"model/{name}", item.key, item.size))
+        found.append(Item(name=f"model/{name}", key=item.key, bytes=item.size))
     if not found:
         raise Refused(f"{store.where}: no object under {base}; mirror the model there first")
     return found
@@ -111,50 +99,20 @@ def _from_hub(source: str, home: Path, voice: Voice, attempt: int) -> Known:
         furthest = max(done, furthest or 0)
         voice.progress(MODEL, done, total)
 
-    return download_model(source, home / "model", progress, attempt)
+    return download_model(source, home / "model", progress, attempt, voice.worked)
 
 
 def _from_mirror(store: Store, home: Path, source: str, mirror: Mirror, voice: Voice, way: Way) -> Known:
     base = layout.mirror(source)
-    files = [Wanted(f"model/{name}", base + name, each.bytes, each.sha256) for name, each in mirror.files.items()]
-    return _download_all(store, home, files, MODEL, voice, way)
+    files = [
+        Item(name=f"model/{name}", key=base + name, bytes=each.bytes, sha256=each.sha256)
+        for name, each in mirror.files.items()
+    ]
+    return _known(download_all(store, home, files, MODEL, voice, way))
 
 
-def _download_all(store: Store, home: Path, wanted: list[Wanted], what: str, voice: Voice, way: Way) -> Known:
-    """Fetch the files, several at a time; their digests by path. A file that has its name was verified before it got it."""
-    total, done = sum(item.bytes for item in wanted), {item.path: 0 for item in wanted}
-    lock = threading.Lock()
-
-    def count(path: str, bytes_done: int) -> None:
-        with lock:
-            done[path] = bytes_done
-            voice.progress(what, sum(done.values()), total)
-
-    def fetch(item: Wanted) -> tuple[str, dict[str, Any]]:
-        target = home / item.path
-        if not (target.is_file() and target.stat().st_size == item.bytes):
-            store.download_file(
-                item.key,
-                target,
-                progress=lambda so_far, _: count(item.path, so_far),
-                moved=voice.moved,
-                expect_bytes=item.bytes,
-                expect_sha256=item.sha256,
-            )
-        count(item.path, item.bytes)
-        sha256 = sha256_of(target, voice.worked)
-        if item.sha256 is not None and sha256 != item.sha256:
-            target.unlink()
-            raise StoreError(
-                f"{item.path}: sha256 on the disk is {sha256[:12]}…, want {item.sha256[:12]}…; it is deleted"
-            )
-        return item.path, {"sha256": sha256, "bytes": item.bytes}
-
-    with ThreadPoolExecutor(way.workers) as pool:
-        try:
-            return dict(job.result() for job in as_completed([pool.submit(fetch, item) for item in wanted]))
-        finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+def _known(files: dict[str, FileEntry]) -> Known:
+    return {name: entry.model_dump() for name, entry in files.items()}
 
 
 def _size(store: Store, key: str) -> int:

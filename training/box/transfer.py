@@ -3,12 +3,15 @@
     python -m training.box.transfer prefetch --assignment FILE
     python -m training.box.transfer upload   --assignment FILE --directory DIR [--claim N]
     python -m training.box.transfer mirror   --assignment FILE
+    python -m training.box.transfer fetch    --assignment FILE --errand FILE
+    python -m training.box.transfer send     --assignment FILE --errand FILE
     python -m training.box.transfer links    --assignment FILE --nonce N [--bytes N] [--seconds S]
 
-The first three do their work in a child process, which training.box.child watches.
+All but the last do their work in a child process, which training.box.child watches.
 
 Exit codes: 0 done; 1 another failure; 2 the user's or the configuration's (denied, missing, a manifest that lies); 3 stalled or too
-slow although other settings were tried; 4 this machine's (its disk, its clock); 5 fenced, since a newer runner has claimed the run.
+slow although other settings were tried; 4 this machine's (its disk, its clock); 5 fenced, since a newer runner has claimed the run;
+6 an object is missing, or is not what was promised of it.
 """
 
 from __future__ import annotations
@@ -22,22 +25,38 @@ from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
 from training.box import child
-from training.box.child import FAILED, FENCED, MACHINE, OK, STALLED, USER, WAYS, Fenced, Limits, Refused, Stalled, Voice
+from training.box.child import (
+    DAMAGED,
+    FAILED,
+    FENCED,
+    MACHINE,
+    OK,
+    STALLED,
+    USER,
+    WAYS,
+    Damaged,
+    Fenced,
+    Limits,
+    Refused,
+    Stalled,
+    Voice,
+)
+from training.box.client import EXPIRY_VARIABLE, KEY_VARIABLES, PRIVATE_ENV_VARIABLE
+from training.box.files import Errand, download_all, upload_all
 from training.box.light import light_bytes
 from training.box.links import probe_links
 from training.box.mirror import send_mirror
 from training.box.prefetch import marker_holds, prefetch_here
 from training.box.store import (
-    EXPIRY_VARIABLE,
-    KEY_VARIABLES,
-    PRIVATE_ENV_VARIABLE,
     MachineFault,
     Store,
     StoreDenied,
     StoreError,
+    StoreMissing,
     StoreUnreachable,
     disk_fault,
 )
+from training.box.store_errors import NoBucket, NoUpload
 from training.box.supervisor import read_env_file
 from training.box.upload import durable, read_local_manifest, send
 from training.contract import layout
@@ -53,16 +72,18 @@ def main(argv: list[str]) -> int:
     is_child = options.verb.endswith("-child")
     try:
         return _dispatch(options)
-    except (StoreDenied, Refused, ManifestError, ClaimError) as error:
+    except (Damaged, StoreMissing) as error:
+        return child.end(error, DAMAGED, child=is_child)
+    except (StoreDenied, NoBucket, Refused, ManifestError, ClaimError) as error:
         return child.end(error, USER, child=is_child)
     except Fenced as error:
         return child.end(error, FENCED, child=is_child)
     except MachineFault as error:
         return child.end(error, MACHINE, child=is_child)
-    except (Stalled, StoreUnreachable) as error:
+    except (Stalled, StoreUnreachable, NoUpload) as error:
         return child.end(error, STALLED, child=is_child)
     except StoreError as error:
-        return child.end(error, USER if "does not exist" in str(error) else FAILED, child=is_child)
+        return child.end(error, FAILED, child=is_child)
     except OSError as error:
         if fault := disk_fault(error):
             return child.end(MachineFault(f"{error.filename or 'a file'}: {fault}"), MACHINE, child=is_child)
@@ -137,12 +158,25 @@ def mirror_model(assignment_path: Path, *, environ: Mapping[str, str] = os.envir
     ).sent
 
 
+def run_errand(verb: str, assignment_path: Path, errand_path: Path, *, environ: Mapping[str, str] = os.environ) -> None:
+    """`fetch` or `send` the errand's files, within the budget of a prefetch or of an upload. Damaged if an object is missing or is not what the
+    errand says; otherwise as `prefetch`."""
+    budget = _assignment(assignment_path).recipe.budget
+    down = verb == "fetch"
+    limits = Limits(budget.stall_s, budget.prefetch_s if down else budget.upload_s)
+    command = [*_child(verb, assignment_path), "--errand", str(errand_path)]
+    what, events = _errand(errand_path).what, EventLog(assignment_path.parent / "events.jsonl")
+    child.supervise(command, events, "down" if down else "up", limits, environ, what=what)
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="training.box.transfer")
-    verbs = ("prefetch", "upload", "mirror", "links", "prefetch-child", "upload-child", "mirror-child")
+    watched = ("prefetch", "upload", "mirror", "fetch", "send")
+    verbs = (*watched, "links", *(f"{verb}-child" for verb in watched))
     parser.add_argument("verb", choices=verbs)
     parser.add_argument("--assignment", type=Path, default=Path.home() / layout.BOX_ASSIGNMENT)
     parser.add_argument("--directory", type=Path)
+    parser.add_argument("--errand", type=Path, help="what to fetch or send, a training.box.files.Errand as JSON")
     parser.add_argument("--claim", type=int, help="the claim to write under; by default the manifest's own")
     parser.add_argument("--attempt", type=int, default=0)
     parser.add_argument("--nonce", default="")
@@ -158,6 +192,8 @@ def _dispatch(options: argparse.Namespace) -> int:
         upload_checkpoint(options.assignment, options.directory, options.claim)
     elif options.verb == "mirror":
         mirror_model(options.assignment)
+    elif options.verb in ("fetch", "send"):
+        run_errand(options.verb, options.assignment, options.errand)
     elif options.verb == "links":
         assignment = _assignment(options.assignment)
         store = Store.from_environment(assignment.bucket)
@@ -170,13 +206,27 @@ def _dispatch(options: argparse.Namespace) -> int:
 
 def _work(options: argparse.Namespace) -> None:
     """The child of a verb."""
-    way, home, assignment = WAYS[options.attempt], options.assignment.parent, _assignment(options.assignment)
+    way, assignment = WAYS[options.attempt], _assignment(options.assignment)
     store = _child_store(assignment)
     voice = Voice()  # its first word begins the watch, so after boto3's import, which takes seconds on a busy machine
+    try:
+        _work_with(options, assignment, store, voice, way)
+    finally:
+        voice.last_word()
+
+
+def _work_with(options: argparse.Namespace, assignment: Assignment, store: Store, voice: Voice, way: child.Way) -> None:
+    home = options.assignment.parent
     if options.verb == "prefetch-child":
         prefetch_here(assignment, store, home, voice, way, options.attempt)
     elif options.verb == "mirror-child":
         send_mirror(store, assignment.recipe.model.source, home, voice, way)
+    elif options.verb == "fetch-child":
+        errand = _errand(options.errand)
+        download_all(store, errand.folder, errand.items, errand.what, voice, way)
+    elif options.verb == "send-child":
+        errand = _errand(options.errand)
+        upload_all(store, errand.folder, errand.items, errand.what, voice, way)
     else:
         claim = options.claim
         if claim is None:
@@ -192,6 +242,10 @@ def _child_store(assignment: Assignment) -> Store:
     # Half of what the parent allows, so that a frozen connection is given up and made anew before the child is killed for it.
     stall_s = float(os.environ.get(child.STALL_VARIABLE, "30")) / 2
     return Store.from_environment(assignment.bucket, stall_s=max(0.5, min(15.0, stall_s)))
+
+
+def _errand(path: Path) -> Errand:
+    return Errand.model_validate_json(path.read_bytes())
 
 
 def _assignment(path: Path) -> Assignment:

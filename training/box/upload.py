@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from training.box.child import WAYS, Fenced, Refused, Voice, Way
+from training.box.files import Item, upload_all
 from training.box.store import Moved, Store, StoreConflict, sha256_of
 from training.contract import layout
 from training.contract.claims import newest_claim
@@ -14,7 +15,7 @@ from training.contract.manifest import FileEntry, Manifest, key_of, parse_manife
 
 SMALL_BYTES = 16 << 20
 # What only the trainer needs to go on, and the adapter can be used without.
-_TRAINERS_OWN = ("optimizer.pt", "scheduler.pt", "rng_state.pth")
+_TRAINERS_OWN = ("optimizer.pt", "resume.safetensors", "scheduler.pt", "rng_state.pth")
 
 
 def store_checkpoint(store: Store, run: str, directory: Path, claim: int, events: EventLog) -> int:
@@ -54,25 +55,11 @@ def send(store: Store, run: str, directory: Path, claim: int, voice: Voice, way:
     replaced = store.version(key)
     require_unclaimed(store, run, claim)
     blobs = {entry.sha256: (name, entry) for name, entry in by_importance(manifest.files)}
-    total, before, sent = sum(entry.bytes for _, entry in blobs.values()), 0, 0
-    what = f"upload {manifest.phase}/{manifest.step}"
-    voice.progress(what, 0, total)
-    for sha256, (name, entry) in blobs.items():
-
-        def progress(done: int, _: int, before: int = before) -> None:
-            voice.progress(what, before + done, total)
-
-        count = store.upload_file(
-            directory / name,
-            layout.blob(run, sha256),
-            sha256=sha256,
-            progress=progress,
-            moved=voice.moved,
-            part_bytes=way.part_bytes,
-            workers=way.workers,
-        )
-        voice.sent(count)
-        before, sent = before + entry.bytes, sent + count
+    items = [
+        Item(name=name, key=layout.blob(run, sha256), bytes=entry.bytes, sha256=sha256)
+        for sha256, (name, entry) in blobs.items()
+    ]
+    sent = upload_all(store, directory, items, f"upload {manifest.phase}/{manifest.step}", voice, way)
     _write_manifest(store, run, claim, key, text, replaced)
     return sent
 

@@ -18,7 +18,7 @@ from training.phases.desk import Desk
 
 REQUIRED_FILES = ("state.json", "weights.bin")
 RESULT_FILES = REQUIRED_FILES
-WEIGHTS_BYTES = 256 * 1024
+WEIGHTS_MB = 0.262144
 STEP_S = 0.05
 
 
@@ -72,7 +72,8 @@ def _save(desk: Desk, step: int, value: float, losses: list[float]) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     state = {"phase": desk.name, "step": step, "value": value, "losses": losses}
     (directory / "state.json").write_text(json.dumps(state))
-    (directory / "weights.bin").write_bytes(random.Random(_digest(value)).randbytes(WEIGHTS_BYTES))
+    size = int((desk.assignment.recipe.checkpoint_mb or WEIGHTS_MB) * 1e6)
+    (directory / "weights.bin").write_bytes(random.Random(_digest(value)).randbytes(size))
     desk.save(directory, step, groups=_groups(value), losses=_ends(losses), metrics={"value": value})
 
 

@@ -248,6 +248,18 @@ def test_net_uplink_holds_uploads_to_its_rate(real: Real) -> None:
     assert time.monotonic() - began < 2.0
 
 
+def test_net_downlink_holds_downloads_to_its_rate(real: Real) -> None:
+    box = real.rent("net.downlink=0.38")
+    endpoint = box.ssh("echo $AWS_ENDPOINT_URL_S3").stdout.strip()
+    client, bucket = s3(real, "LIVERY_BOX_S3", endpoint), real.rehearsal.env["LIVERY_BUCKET"]
+    began = time.monotonic()
+    client.put_object(Bucket=bucket, Key="runs/r/slow-down", Body=b"z" * 1_000_000)
+    assert time.monotonic() - began < 2.0
+    began = time.monotonic()
+    client.get_object(Bucket=bucket, Key="runs/r/slow-down")["Body"].read()
+    assert 0.5 * 0.38 < 1.0 / (time.monotonic() - began) < 1.1 * 0.38, "a busy machine may be slower, never faster"
+
+
 def test_net_stall_after_freezes_the_bucket_link_but_not_ssh(real: Real) -> None:
     box = real.rent("net.stall_after=200000")
     endpoint = box.ssh("echo $AWS_ENDPOINT_URL_S3").stdout.strip()

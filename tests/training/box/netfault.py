@@ -19,6 +19,8 @@ class Link:
     def __init__(self, target_port: int) -> None:
         self.target_port = target_port
         self.up_bps: float | None = None
+        self.up_bps_each: float | None = None
+        """Of each connection, as a long way sets it: several together are faster."""
         self.down_bps: float | None = None
         self.bytes_up = 0
         self.bytes_down = 0
@@ -96,6 +98,7 @@ class Link:
             threading.Thread(target=self._pump, args=(target, client, False), daemon=True).start()
 
     def _pump(self, source: socket.socket, sink: socket.socket, up: bool) -> None:
+        free_at = 0.0
         try:
             while True:
                 self._going.wait()
@@ -104,6 +107,9 @@ class Link:
                     break
                 self._going.wait()
                 self._pace(len(data), up)
+                if up and self.up_bps_each:
+                    free_at = max(free_at, time.monotonic() - 0.02) + len(data) / self.up_bps_each
+                    time.sleep(max(0.0, free_at - time.monotonic()))
                 if up:
                     self.bytes_up += len(data)
                 else:

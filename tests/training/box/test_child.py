@@ -6,11 +6,12 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 import pytest
 
-from training.box.child import Fenced, Limits, Pace, Refused, Stalled, Voice, supervise
+from training.box.child import Damaged, Fenced, Limits, Pace, Refused, Stalled, Voice, _mbps, supervise
 from training.box.store import MachineFault
 from training.contract.events import EventLog, Notice, Transfer, read_events
 
@@ -64,7 +65,7 @@ def test_a_slow_way_is_left_for_another_and_the_second_slow_one_is_the_end(event
         call(events, code, Limits(stall_s=60, budget_s=20))
     assert time.monotonic() - began < 20, "before the budget is over"
     (notice,) = [event for event in read_events(events.path) if isinstance(event, Notice)]
-    assert "too slow" in notice.reason and "at most 2 at a time, parts of 5 MiB" in notice.reason
+    assert "too slow" in notice.reason and "at most 2 at a time, parts of 10 MiB" in notice.reason
 
 
 def test_what_the_line_carried_is_counted_over_all_tries(events: EventLog) -> None:
@@ -76,6 +77,30 @@ def test_what_the_line_carried_is_counted_over_all_tries(events: EventLog) -> No
     assert (account.sent, account.moved) == (100, 170)  # type: ignore[attr-defined]
     last = [event for event in read_events(events.path) if isinstance(event, Transfer)][-1]
     assert last.finished and last.line_bytes == 170
+
+
+def test_a_slow_line_has_a_rate_before_the_other_side_has_acknowledged_anything(events: EventLog) -> None:
+    code = SAY + (
+        "for n in range(24):\n  say(what='x', done=0, total=10**7, moved=n * 38_000)\n  time.sleep(0.1)\n"
+        "say(what='x', done=10**7, total=10**7, moved=10**7, sent=10**7)"
+    )
+    call(events, code, Limits(stall_s=5, budget_s=60))
+    rates = [event.mbps for event in read_events(events.path) if isinstance(event, Transfer)]
+    assert rates[0] == 0 and 1.5 < rates[1] < 3.5 and rates[-1] > 20, rates
+
+
+def test_the_rate_is_of_the_last_half_minute_and_in_the_end_of_the_whole_transfer() -> None:
+    slowed = deque(
+        (float(second), min(second, 60) * 1_000_000 + max(0, second - 60) * 1000, 0) for second in range(100)
+    )
+    assert _mbps(slowed, whole=False) == pytest.approx(0.008, rel=0.1)
+    whole = deque((float(second), second * 1_000_000, 0) for second in range(100))
+    assert _mbps(whole, whole=True) == pytest.approx(8)
+    assert _mbps(deque([(0.0, 0, 0), (10.0, 0, 10_000_000)]), whole=False) == pytest.approx(8), "a hub tells no line"
+    assert _mbps(deque([(0.0, 0, 0), (40.0, 40_000_000, 0)]), whole=False) == pytest.approx(8), (
+        "nothing was seen between"
+    )
+    assert _mbps(deque([(0.0, 5, 5)]), whole=False) == 0
 
 
 def test_how_far_it_is_is_said_however_often_bytes_move(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +120,7 @@ def test_work_on_the_disk_is_no_stall(events: EventLog) -> None:
     call(events, code, Limits(stall_s=1, budget_s=60))
 
 
-@pytest.mark.parametrize(("code", "error"), [(2, Refused), (4, MachineFault), (5, Fenced)])
+@pytest.mark.parametrize(("code", "error"), [(2, Refused), (4, MachineFault), (5, Fenced), (6, Damaged)])
 def test_what_no_other_way_would_mend_ends_at_once_in_the_childs_words(
     events: EventLog, code: int, error: type[Exception]
 ) -> None:
@@ -107,6 +132,39 @@ def test_what_no_other_way_would_mend_ends_at_once_in_the_childs_words(
 def test_the_last_words_of_a_child_that_fails_again_and_again_are_not_lost(events: EventLog) -> None:
     with pytest.raises(Stalled, match=r"no byte moved for \d+ s; the bucket answered 503"):
         call(events, SAY + "say(error='the bucket answered 503'); sys.exit(3)", Limits(stall_s=1, budget_s=60))
+
+
+def test_what_fails_twice_in_the_same_words_is_not_moved_a_third_time(events: EventLog, tmp_path: Path) -> None:
+    """67 GB with a wrong sha256 would be fetched again and again until the budget ends."""
+    starts = tmp_path / "starts"
+    code = SAY + (
+        f"open({str(starts)!r}, 'a').write('x')\nsay(what='x', done=100, total=100, moved=100)\n"
+        "say(error='sha256 of what arrived is abc, want def'); sys.exit(1)"
+    )
+    with pytest.raises(Damaged, match="is abc, want def"):
+        call(events, code, Limits(stall_s=30, budget_s=60))
+    assert len(starts.read_text()) == 2
+
+
+@pytest.mark.parametrize("end", ["raise SystemExit(1)", "import os; os.kill(os.getpid(), 9)"])
+def test_a_child_that_breaks_down_at_once_is_not_started_again_and_again(
+    events: EventLog, tmp_path: Path, end: str
+) -> None:
+    starts = tmp_path / "starts"
+    with pytest.raises(Stalled, match="ended twice without a word; see its log"):
+        call(events, f"with open({str(starts)!r}, 'a') as file: file.write('x')\n{end}", Limits(60, 600))
+    assert len(starts.read_text()) == 6, "twice in each of three ways"
+
+
+def test_damage_on_the_way_that_differs_each_time_is_fetched_again(events: EventLog, tmp_path: Path) -> None:
+    starts = tmp_path / "starts"
+    code = SAY + (
+        f"open({str(starts)!r}, 'a').write('x'); n = len(open({str(starts)!r}).read())\n"
+        "say(what='x', done=100, total=100, moved=100)\n"
+        "if n < 4: say(error=f'sha256 of what arrived is {n}, want def'); sys.exit(1)"
+    )
+    call(events, code, Limits(stall_s=30, budget_s=60))
+    assert len(starts.read_text()) == 4
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl")

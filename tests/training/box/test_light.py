@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from training.box.light import light_bytes, light_names, make_light, round_safetensors
+from training.box.light import light_bytes, light_names, make_first, make_light, round_safetensors
 from training.contract.manifest import FileEntry
 
 torch = pytest.importorskip("torch")
@@ -43,6 +43,50 @@ def test_peft_loads_it_into_an_fp32_adapter(tmp_path: Path) -> None:
     assert weights.keys() == want.keys() and weights
     for name, weight in weights.items():
         assert weight.dtype == torch.float32 and torch.equal(weight, want[name].bfloat16().float())
+
+
+EXPERTS = "base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"
+SHARED = "base_model.model.model.layers.0.mlp.shared_expert.up_proj.lora_A.weight"
+ATTENTION = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+def test_what_goes_first_is_all_but_the_routed_experts(tmp_path: Path) -> None:
+    tensors = {name: torch.randn(4, 8) for name in (EXPERTS, SHARED, ATTENTION)}
+    (tmp_path / "light").mkdir()
+    (tmp_path / "light" / "adapter_config.json").write_text("{}")
+    safetensors.save_file(tensors, tmp_path / "light" / "adapter_model.safetensors", metadata={"format": "pt"})
+    assert make_first(tmp_path / "light", tmp_path / "first") == ["adapter_config.json", "adapter_model.safetensors"]
+    first = safetensors.load_file(tmp_path / "first" / "adapter_model.safetensors")
+    assert set(first) == {SHARED, ATTENTION}
+    for name, tensor in first.items():
+        assert torch.equal(tensor, tensors[name].bfloat16()), name
+
+
+@pytest.mark.parametrize("names", [(), (EXPERTS,), (ATTENTION, SHARED)])
+def test_where_that_is_nothing_or_all_of_it_nothing_goes_first(tmp_path: Path, names: tuple[str, ...]) -> None:
+    if names:
+        safetensors.save_file({name: torch.ones(2) for name in names}, tmp_path / "adapter_model.safetensors")
+    assert make_first(tmp_path, tmp_path / "first") == []
+
+
+def test_peft_loads_an_adapter_of_which_a_part_is_missing_and_that_part_changes_nothing(tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=8
+    )
+    base = transformers.LlamaForCausalLM(config)
+    model = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    round_safetensors(path, tmp_path / "part", keep=lambda name: "up_proj" not in name)
+    (tmp_path / "part").rename(path)
+    with pytest.warns(UserWarning, match="missing"):
+        again = peft.PeftModel.from_pretrained(transformers.LlamaForCausalLM(config), tmp_path)
+    weights = {name: p for name, p in again.named_parameters() if "lora_B" in name}
+    assert {"up_proj" in name: bool(p.any()) for name, p in weights.items()} == {True: False, False: True}
 
 
 def test_what_only_the_trainer_needs_is_left_out_and_counted_so(tmp_path: Path) -> None:

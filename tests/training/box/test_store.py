@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -14,10 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.box.conftest import BUCKET, Weed
+from tests.training.box.conftest import Weed
 from tests.training.box.netfault import Link
 from training.box import store as store_module
-from training.box.store import Store, StoreConflict, StoreDenied, StoreError, StoreUnreachable
+from training.box.store import (
+    Store,
+    StoreConflict,
+    StoreDenied,
+    StoreError,
+    StoreUnreachable,
+    sha256_of,
+)
 
 MB = 1 << 20
 Blob = Callable[[int], tuple[Path, str]]
@@ -96,148 +100,36 @@ def test_server_time_is_the_servers_even_when_it_refuses(weed: Weed) -> None:
     assert abs(weed.store(secret="x" * 40).server_time() - time.time()) < 3
 
 
-def test_an_upload_is_counted_acknowledged_and_not_sent_twice(store: Store, blob: Blob) -> None:
-    path, sha256 = blob(17 * MB)
-    seen: list[int] = []
-    assert store.upload_file(path, "up/whole", sha256=sha256, progress=lambda done, total: seen.append(done)) == 17 * MB
-    assert seen == sorted(seen) and seen[-1] == 17 * MB and len(seen) == 3
-    assert hashlib.sha256(store.get_bytes("up/whole") or b"").hexdigest() == sha256
-    assert store.upload_file(path, "up/whole", sha256=sha256) == 0
+def test_an_object_that_changed_meanwhile_is_not_replaced(store: Store) -> None:
+    store.put_bytes("swap/a", b"1")
+    seen = store.version("swap/a")
+    assert seen is not None and store.version("swap/none") is None
+    store.put_bytes("swap/a", b"2", replaces=seen)
+    store.put_bytes("swap/a", b"2", replaces=seen)  # the same once more: its reply may have been lost
+    with pytest.raises(StoreConflict):
+        store.put_bytes("swap/a", b"3", replaces=seen)
+    assert store.get_bytes("swap/a") == b"2"
 
 
-@pytest.mark.parametrize("size", [0, 1, 5 * MB])
-def test_small_files_go_whole(store: Store, blob: Blob, size: int, tmp_path: Path) -> None:
-    path, sha256 = blob(size)
-    store.upload_file(path, f"up/{size}", sha256=sha256)
-    store.download_file(f"up/{size}", tmp_path / "back", expect_bytes=size, expect_sha256=sha256)
-    assert (tmp_path / "back").read_bytes() == path.read_bytes()
+def test_hashing_tells_that_it_goes_on(tmp_path: Path) -> None:
+
+    (tmp_path / "a").write_bytes(os.urandom(3 * MB))
+    blocks: list[int] = []
+    assert sha256_of(tmp_path / "a", blocks.append) == hashlib.sha256((tmp_path / "a").read_bytes()).hexdigest()
+    assert sum(blocks) == 3 * MB and len(blocks) == 3
 
 
-def test_a_killed_upload_goes_on_and_sends_at_most_the_parts_in_flight_again(
-    weed: Weed, link: Link, store: Store, blob: Blob
+@pytest.mark.parametrize("piece", [1 << 30, 5 * MB])
+def test_a_copy_inside_the_bucket_moves_nothing_over_the_line(
+    weed: Weed, link: Link, blob: Blob, monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
-    path, sha256 = blob(24 * MB)
-    link.up_bps = 6e6
-    code = (
-        "import sys, pathlib; from training.box.store import Store\n"
-        f"Store.from_environment('{BUCKET}').upload_file(pathlib.Path({str(path)!r}), 'up/killed', sha256={sha256!r},"
-        f" part_bytes={5 * MB}, workers=1, progress=lambda d, t: print(d, flush=True))"
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-c", code], env={**os.environ, **weed.environ(link.port)}, stdout=subprocess.PIPE, text=True
-    )
-    assert child.stdout is not None
-    acknowledged = [int(child.stdout.readline()) for _ in range(2)][-1]
-    time.sleep(0.3)  # into the next part
-    child.kill()
-    child.wait()
-    link.up_bps, before = None, link.bytes_up
-    sent = weed.store(link.port).upload_file(path, "up/killed", sha256=sha256, part_bytes=5 * MB, workers=1)
-    assert sent == 24 * MB - acknowledged == 14 * MB
-    assert link.bytes_up - before <= sent + 5 * MB
-    assert store.size("up/killed") == 24 * MB
-    assert store.abort_uploads("up/killed") == 0
-
-
-def test_a_part_that_differs_from_the_file_is_sent_again(store: Store, blob: Blob) -> None:
-    path, sha256 = blob(11 * MB)
-    upload = store._client.create_multipart_upload(Bucket=store.bucket, Key="up/stale")["UploadId"]
-    store._client.upload_part(
-        Bucket=store.bucket, Key="up/stale", UploadId=upload, PartNumber=1, Body=os.urandom(5 * MB)
-    )
-    with pytest.raises(StoreError, match="does not hold what was sent"):
-        # The half-done upload of a stranger carries no sha256: what it makes is not believed.
-        store.upload_file(path, "up/stale", sha256=sha256, part_bytes=5 * MB)
-    assert store.upload_file(path, "up/stale", sha256=sha256, part_bytes=5 * MB) == 11 * MB
-
-
-def test_an_upload_survives_resets_and_refusals(weed: Weed, link: Link, blob: Blob) -> None:
+    monkeypatch.setattr(store_module, "COPY_BYTES", piece)
     path, sha256 = blob(12 * MB)
-    link.up_bps = 6e6
-
-    def trouble() -> None:
-        time.sleep(0.4)
-        link.reset()
-        time.sleep(0.4)
-        link.refuse()
-        link.reset()
-        time.sleep(0.5)
-        link.accept()
-
-    thread = threading.Thread(target=trouble)
-    thread.start()
-    weed.store(link.port).upload_file(path, "up/trouble", sha256=sha256, part_bytes=5 * MB, workers=2)
-    thread.join()
-    assert weed.store().size("up/trouble") == 12 * MB
-
-
-def test_a_frozen_uplink_is_noticed_within_the_stall_time(
-    weed: Weed, link: Link, blob: Blob, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_module, "_pause", lambda attempt: 0.0)
-    path, sha256 = blob(12 * MB)
-    link.up_bps = 4e6
-    threading.Timer(0.5, link.freeze).start()
-    began = time.monotonic()
-    with pytest.raises(StoreUnreachable, match="does not answer"):
-        weed.store(link.port, stall_s=0.5).upload_file(path, "up/frozen", sha256=sha256, part_bytes=5 * MB, workers=1)
-    assert time.monotonic() - began < 15
-
-
-def test_bytes_that_the_socket_took_tell_a_slow_link_from_a_dead_one(weed: Weed, link: Link, blob: Blob) -> None:
-    path, sha256 = blob(2 * MB)
-    link.up_bps = 1e6
-    moved: list[tuple[float, int]] = []
-    weed.store(link.port).upload_file(
-        path, "up/slow", sha256=sha256, moved=lambda n: moved.append((time.monotonic(), n))
-    )
-    assert sum(count for _, count in moved) == 2 * MB
-    gaps = [later[0] - earlier[0] for earlier, later in itertools.pairwise(moved)]
-    assert max(gaps) < 1.5
-
-
-def test_an_interrupted_download_continues_where_it_was(weed: Weed, link: Link, blob: Blob, tmp_path: Path) -> None:
-    path, sha256 = blob(20 * MB)
-    weed.store().upload_file(path, "down/big", sha256=sha256)
-    threading.Timer(0.05, link.reset).start()
-    cut: list[int] = []
-
-    def progress(done: int, total: int) -> None:
-        if done > 8 * MB and not cut:
-            cut.append(done)
-            link.reset()
-
-    weed.store(link.port).download_file("down/big", tmp_path / "big", progress=progress, expect_sha256=sha256)
-    assert cut and hashlib.sha256((tmp_path / "big").read_bytes()).hexdigest() == sha256
-    assert link.bytes_down < 32 * MB
-    assert not list(tmp_path.glob("*.part"))
-
-
-def test_a_corrupted_download_is_refused_and_not_kept(weed: Weed, link: Link, blob: Blob, tmp_path: Path) -> None:
-    path, sha256 = blob(1 * MB)
-    weed.store().upload_file(path, "down/damaged", sha256=sha256)
-    link.flip_down_byte_at = 500_000
-    with pytest.raises(StoreError, match="sha256 of what arrived is"):
-        weed.store(link.port).download_file("down/damaged", tmp_path / "d")
-    assert not list(tmp_path.glob("d*"))
-    weed.store(link.port).download_file("down/damaged", tmp_path / "d")
-    assert (tmp_path / "d").read_bytes() == path.read_bytes()
-
-
-def test_an_object_of_another_size_or_content_is_refused(store: Store, tmp_path: Path) -> None:
-    store.put_bytes("down/small", b"12345")
-    with pytest.raises(StoreError, match="has 5 bytes, want 6"):
-        store.download_file("down/small", tmp_path / "s", expect_bytes=6)
-    with pytest.raises(StoreError, match="want 000000000000"):
-        store.download_file("down/small", tmp_path / "s", expect_sha256="0" * 64)
-    with pytest.raises(StoreError, match="down/none does not exist"):
-        store.download_file("down/none", tmp_path / "s")
-
-
-def test_a_full_disk_is_not_called_a_bucket_that_does_not_answer(store: Store, tmp_path: Path) -> None:
-    store.put_bytes("down/full", b"12345")
-    etag = hashlib.md5(b"12345").hexdigest()
-    (tmp_path / f"f.{etag[:16]}.part").symlink_to("/dev/full")
-    with pytest.raises(StoreError, match="this machine's disk failed: No space left") as caught:
-        store.download_file("down/full", tmp_path / "f")
-    assert not isinstance(caught.value, StoreUnreachable)
+    weed.store().upload_file(path, f"copy/{piece}", sha256=sha256)
+    assert weed.store(link.port).copy(f"copy/{piece}", f"copied/{piece}", sha256=sha256) == 12 * MB
+    assert link.bytes_up + link.bytes_down < MB
+    copied = weed.store().get_bytes(f"copied/{piece}") or b""
+    assert hashlib.sha256(copied).hexdigest() == sha256
+    assert weed.store().upload_file(path, f"copied/{piece}", sha256=sha256) == 0, "its digest went along"
+    with pytest.raises(StoreError, match="copy/none does not exist"):
+        weed.store().copy("copy/none", "copied/none", sha256=sha256)

@@ -176,6 +176,88 @@ def test_a_corrupted_download_is_fetched_again(store: Store, home: Callable[...,
     assert (box.root / "model/model-1.safetensors").read_bytes() == files["model-1.safetensors"]
 
 
+def test_an_object_that_is_not_what_it_claims_is_named_and_not_fetched_until_the_budget_ends(
+    store: Store, home: Callable[..., Home], link: Link
+) -> None:
+    box = home(prefetch_s=300)
+    mirror_model(store, box)
+    key = f"models/{box.run_name}/model-1.safetensors"
+    store._client.put_object(Bucket=BUCKET, Key=key, Body=os.urandom(3 * MB), Metadata={"sha256": "0" * 64})
+    code, output = box.call("prefetch")
+    assert code == 6 and f"{key}: sha256 of what arrived is " in output and "want 000000000000" in output
+    assert link.bytes_down < 7 * MB, "twice, to be sure that it is not the line"
+
+
+# What the runner asks for.
+
+
+def errand(box: Home, folder: Path, data: dict[str, bytes], what: str = "restore sft/4") -> tuple[str, ...]:
+    items = [
+        {
+            "name": name,
+            "key": layout.blob(box.run_name, hashlib.sha256(content).hexdigest()),
+            "bytes": len(content),
+            "sha256": hashlib.sha256(content).hexdigest(),
+        }
+        for name, content in data.items()
+    ]
+    path = box.root / "errand.json"
+    path.write_text(json.dumps({"what": what, "folder": str(folder), "items": items}))
+    return "--errand", str(path)
+
+
+def test_a_checkpoint_comes_back_by_name_with_its_rate_in_the_events(
+    store: Store, home: Callable[..., Home], link: Link, tmp_path: Path
+) -> None:
+    box = home()
+    data = {"adapter/weights": os.urandom(3 * MB), "state.json": b"{}"}
+    for content in data.values():
+        store.put_bytes(layout.blob(box.run_name, hashlib.sha256(content).hexdigest()), content)
+    link.flip_down_byte_at = 1_000_000
+    code, output = box.call("fetch", *errand(box, tmp_path / "back", data))
+    assert code == 0, output
+    assert {name: (tmp_path / "back" / name).read_bytes() for name in data} == data
+    last = box.events(Transfer)[-1]
+    assert isinstance(last, Transfer) and (last.what, last.direction, last.finished) == ("restore sft/4", "down", True)
+    assert last.line_bytes > 6 * MB, "what was fetched again is counted"
+
+
+def test_a_restore_over_a_frozen_link_is_killed_within_its_stall_rule(
+    store: Store, home: Callable[..., Home], link: Link, tmp_path: Path
+) -> None:
+    box = home(stall_s=1)
+    data = {"weights": os.urandom(3 * MB)}
+    store.put_bytes(layout.blob(box.run_name, hashlib.sha256(data["weights"]).hexdigest()), data["weights"])
+    link.down_bps = 1e6
+    process = box.start("fetch", *errand(box, tmp_path / "back", data))
+    while link.bytes_down < MB:
+        time.sleep(0.02)
+    link.freeze()
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 3 and "restore sft/4, try 3: no byte moved" in output, output
+
+
+def test_a_blob_that_is_missing_has_an_exit_code_of_its_own(
+    store: Store, home: Callable[..., Home], tmp_path: Path
+) -> None:
+    box = home()
+    code, output = box.call("fetch", *errand(box, tmp_path / "back", {"weights": b"never sent"}))
+    assert code == 6 and "does not exist" in output
+
+
+def test_what_is_sent_for_the_export_has_a_budget_too(store: Store, home: Callable[..., Home], link: Link) -> None:
+    box = home(upload_s=3, stall_s=2)
+    data = {"weights": os.urandom(4 * MB)}
+    (box.root / "weights").write_bytes(data["weights"])
+    words = errand(box, box.root, data, what="upload adapter")
+    link.up_bps = 200_000
+    code, output = box.call("send", *words)
+    assert code == 3 and "upload adapter, try " in output and "budget of 3 s is used up" in output
+    link.up_bps = None
+    assert box.call("send", *words)[0] == 0
+    assert store.get_bytes(layout.blob(box.run_name, hashlib.sha256(data["weights"]).hexdigest())) == data["weights"]
+
+
 def test_a_link_frozen_for_good_is_given_up_with_its_rates(store: Store, home: Callable[..., Home], link: Link) -> None:
     box = home(stall_s=1)
     mirror_model(store, box)
@@ -326,6 +408,16 @@ def test_a_slow_uplink_fails_with_its_measured_rate_in_bounded_time(home: Callab
     assert [check.id for check in report.failed] == ["uplink_mbps"]
     assert 2.4 < float(report.facts["uplink_mbps"]) < 3.6
     assert time.monotonic() - began < 15
+
+
+def test_a_slow_downlink_fails_with_its_measured_rate_in_bounded_time(home: Callable[..., Home], link: Link) -> None:
+    box = home()
+    link.down_bps = 380_000
+    began = time.monotonic()
+    report = links(box, "--bytes", str(16 * MB))  # all of them would take 44 s
+    assert [check.id for check in report.failed] == ["downlink_mbps"]
+    assert 2.0 < float(report.facts["downlink_mbps"]) < 3.6
+    assert time.monotonic() - began < 20
 
 
 def test_an_empty_data_file_or_shard_is_the_users_and_named(store: Store, home: Callable[..., Home]) -> None:

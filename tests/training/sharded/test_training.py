@@ -15,7 +15,7 @@ from safetensors import safe_open
 from tests.training.conftest import Box, place_box, recipe_of
 from training.contract.recipe import Recipe
 
-pytestmark = pytest.mark.train
+pytestmark = [pytest.mark.train, pytest.mark.timeout(600)]
 _STEPS = {"cpt": 2, "sft": 4, "dpo": 2}
 
 

@@ -172,6 +172,7 @@ ROWS = (
     Row("ssh.tmux_banner_on_stdout"),
     Row("ssh.path_minimal"),
     Row("net.uplink"),
+    Row("net.downlink"),
     Row("net.stall_after"),
     Row("box.driver_old", unfit="driver: seen 550.127.05"),
     Row("box.pids_max", unfit="pids_max: seen 1024"),
