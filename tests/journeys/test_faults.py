@@ -76,7 +76,8 @@ def test_after_a_failed_import_probe_and_a_box_lost_in_mid_phase_the_third_goes_
 
 
 def test_after_sigkill_of_the_flow_two_ticks_of_the_reaper_leave_nothing(journey: Make) -> None:
-    here = journey()
+    # Longer than the reaper's own start takes on a busy machine.
+    here = journey(LIVERY_LEASE_S="15")
     child = here.take_off()
     here.wait_for(lambda: here.said("phase cpt: 20 steps"))
     child.process.send_signal(signal.SIGKILL)

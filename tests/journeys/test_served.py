@@ -160,7 +160,7 @@ def test_a_person_sees_the_receipt_and_the_phases_in_the_ui(up: Up, tmp_path: Pa
 
 
 def test_a_wrong_parameter_is_refused_before_anything_starts(up: Up) -> None:
-    command = [sys.executable, "-m", "prefect", "deployment", "run", "finetune/rehearsal", "-p", "tier=h100"]
+    command = [sys.executable, "-m", "prefect", "deployment", "run", "finetune/rehearsal", "-p", "tier=gtx1080"]
     done = subprocess.run(command, env=up.environ, capture_output=True, text=True, timeout=JOURNEY_S, check=False)
     assert done.returncode == 1
     assert "tier" in done.stdout + done.stderr

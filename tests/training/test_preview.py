@@ -13,6 +13,7 @@ import pytest
 from tests.training.conftest import recipe_of
 from training import data
 from training.contract.rows import numbered_rows
+from training.crew import Single
 from training.model import load_tokenizer
 from training.phases import cpt, sft
 from training.phases.common import Setting
@@ -52,7 +53,7 @@ def test_what_is_shown_as_trained_is_what_the_phases_trainer_has_labels_for(
     kind: str, rows: Any, tokenizer: Any, tmp_path: Path
 ) -> None:
     phase = RECIPE.phase(kind).model_copy(update={"max_length": 2048})
-    desk: Any = SimpleNamespace(phase=phase, output=tmp_path, assignment=SimpleNamespace(recipe=RECIPE))
+    desk: Any = SimpleNamespace(phase=phase, output=tmp_path, assignment=SimpleNamespace(recipe=RECIPE), crew=Single())
     setting = Setting(desk, _stand_in(tokenizer), tokenizer, [], packed=True)
     prepared = data.Prepared(data.shaped([row for _, row in rows(kind)], kind), 0, ROWS)
     trainer = {"cpt": cpt, "sft": sft}[kind].build(setting, prepared)
