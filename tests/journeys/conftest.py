@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 # Two phases are enough for a fault; one journey flies all five.
 SHORT = ("cpt", "sft")
 # A whole flow takes seconds; a journey that takes minutes hangs.
-JOURNEY_S = 180
+JOURNEY_S = 240.0
 
 
 @dataclass
