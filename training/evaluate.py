@@ -13,6 +13,7 @@ from training.contract.recipe import Recipe
 from training.contract.rows import Row, read_rows
 from training.data import render_prompt
 from training.model import attach, load_base, load_tokenizer, release
+from training.sharded.ranks import current
 
 _BATCH = 16
 
@@ -72,7 +73,12 @@ def generate(model: Any, tokenizer: Any, rows: Sequence[Row], max_new_tokens: in
         prompts = [render_prompt(tokenizer, row) for row in rows[first : first + _BATCH]]
         batch = tokenizer(prompts, return_tensors="pt", padding=True, padding_side="left").to(model.device)
         output = model.generate(
-            **batch, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=tokenizer.pad_token_id
+            **batch,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            pad_token_id=tokenizer.pad_token_id,
+            # Several processes bring the layers together: one whose answers end sooner, by a rounding, must go on with the others.
+            synced_gpus=current().size > 1,
         )
         answers += tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
     return answers

@@ -9,7 +9,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from training.contract.events import GroupState
 from training.contract.recipe import Assignment
 from training.crew import Crew, Dismiss, Evaluate, Train
 from training.phases.desk import Desk, Home, Interrupted, Pulse
@@ -67,26 +66,10 @@ class FollowersDesk(Desk):
     def stepped(self, step: int, loss: float, seconds: float, metrics: Mapping[str, float], **_: Any) -> None:
         return
 
-    def save(
-        self,
-        source: Path,
-        step: int,
-        *,
-        groups: Mapping[str, GroupState],
-        losses: tuple[float | None, float | None],
-        metrics: Mapping[str, float],
-        extra: Sequence[str] = (),
-    ) -> None:
+    def save(self, source: Path, step: int, **_: Any) -> None:
         self.saved_step = step
 
-    def ended(
-        self,
-        step: int,
-        *,
-        groups: Mapping[str, GroupState],
-        losses: tuple[float | None, float | None],
-        metrics: Mapping[str, float],
-    ) -> None:
+    def ended(self, step: int, **_: Any) -> None:
         if step < self.phase.steps:
             raise Interrupted(f"{self.name}: the leader was told to stop after step {step}")
 

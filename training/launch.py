@@ -13,7 +13,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 LEADER = 0
@@ -55,19 +55,23 @@ def run(command: Sequence[str], count: int, work: Path) -> tuple[int, str]:
 
 def _watch(processes: list[subprocess.Popen[bytes]], work: Path) -> tuple[int, str]:
     leader = processes[LEADER]
-    while leader.poll() is None:
-        for rank, process in enumerate(processes):
-            if rank != LEADER and process.poll():
-                said = _said(rank, process, len(processes), work)
-                _end([leader], _LEADER_S, ask=False)
-                return 1, said
+    while leader.poll() is None and not _failed(processes):
         time.sleep(_POLL_S)
-    _end(processes, _FOLLOWERS_S, ask=False)
-    if leader.returncode != LOST:
+    if leader.returncode is None:
+        _end([leader], _LEADER_S, ask=False)
+        # One that saw the same fault has told of it; one that we killed has not.
+        spoke = leader.returncode >= 0 and leader.returncode != LOST
+    else:
+        _end(processes, _FOLLOWERS_S, ask=False)
+        spoke = leader.returncode != LOST
+    if spoke:
         return leader.returncode, ""
-    failed = [rank for rank, process in enumerate(processes) if rank != LEADER and process.returncode]
-    rank = failed[0] if failed else LEADER
+    rank = (_failed(processes) or [LEADER])[0]
     return 1, _said(rank, processes[rank], len(processes), work)
+
+
+def _failed(processes: Sequence[subprocess.Popen[bytes]]) -> list[int]:
+    return [rank for rank, process in enumerate(processes) if rank != LEADER and process.poll()]
 
 
 def _said(rank: int, process: subprocess.Popen[bytes], count: int, work: Path) -> str:
@@ -95,7 +99,7 @@ def _end(processes: Sequence[subprocess.Popen[bytes]], patience_s: float, *, ask
         process.wait()
 
 
-def _hand_on(processes: list[subprocess.Popen[bytes]]):  # type: ignore[no-untyped-def]
+def _hand_on(processes: Sequence[subprocess.Popen[bytes]]) -> Callable[[int, object], None]:
     def hand_on(number: int, _: object) -> None:
         if processes[LEADER].poll() is None:
             processes[LEADER].send_signal(number)

@@ -107,9 +107,8 @@ def main(argv: list[str] | None = None) -> int:
         home.work.mkdir(parents=True, exist_ok=True)
         if rank and rank[0] > 0:
             return _follow(folder / options.assignment.name, home, *rank)
-        if launch.LAUNCHED in os.environ:
-            return _guarded(folder / options.assignment.name, home, _events(home, printed=options.print))
-        with _only_runner(home.work / "runner.lock") as alone:
+        launched = launch.LAUNCHED in os.environ  # then the launcher holds the lock
+        with contextlib.nullcontext(True) if launched else _only_runner(home.work / "runner.lock") as alone:
             if not alone:
                 print(f"another runner is at work in {home.root}; attach to it, or stop it first", file=sys.stderr)
                 return LOCKED
@@ -146,7 +145,7 @@ def _local(options: argparse.Namespace, home: Home) -> int:
     except (RecipeError, RowError) as error:
         print(error, file=sys.stderr)
         return UNUSABLE
-    return _guarded(path, home, local.PrintedLog(home.events))
+    return _guarded(path, home, _events(home, printed=True))
 
 
 def _events(home: Home, *, printed: bool) -> EventLog:
@@ -161,11 +160,7 @@ def _guarded(path: Path, home: Home, events: EventLog) -> int:
     home.aborted.unlink(missing_ok=True)
     pulse, stop = Pulse(), _told_to_stop()
     try:
-        _load_environment(home)
-        assignment = _read_assignment(path)
-        if assignment.recipe.box.device == "cpu":
-            # Before torch is imported: two threads on cores that others use cost up to 47 times the CPU of one.
-            os.environ.setdefault("OMP_NUM_THREADS", "1")
+        assignment = _begin(path, home)
         sinks.require(assignment.recipe.trackers)
         if assignment.recipe.box.gpus > 1 and crews.rank_of(os.environ) is None:
             return _launched(path, home, assignment.recipe.box.gpus, printed=type(events) is not EventLog)
@@ -222,10 +217,7 @@ def _follow(path: Path, home: Home, rank: int, size: int) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     try:
-        _load_environment(home)
-        assignment = _read_assignment(path)
-        if assignment.recipe.box.device == "cpu":
-            os.environ.setdefault("OMP_NUM_THREADS", "1")
+        assignment = _begin(path, home)
         import_module("training.follower").follow(home, assignment, _crew(assignment))
     except Exception as error:  # noqa: BLE001  protects the run, whose leader may wait for us without knowing why
         traceback.print_exc()
@@ -249,6 +241,16 @@ def _told_to_stop() -> threading.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, tell)
     return stop
+
+
+def _begin(path: Path, home: Home) -> Assignment:
+    """The assignment, and an environment to carry it out in. RecipeError if it cannot be read."""
+    _load_environment(home)
+    assignment = _read_assignment(path)
+    if assignment.recipe.box.device == "cpu":
+        # Before torch is imported: two threads on cores that others use cost up to 47 times the CPU of one.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return assignment
 
 
 def _read_assignment(path: Path) -> Assignment:
@@ -309,8 +311,9 @@ class Runner:
             self._evaluate("adapter", progress.result)
             # Before the export, which takes from the last checkpoint what is in the bucket already.
             self._wait_for_uploads()
-            self._crew.order(crews.Dismiss())
             self._export(self._uploader.light_results.get(self._recipe.phases[-1].name, progress.result))
+            # Not before: told to stop while it exports, it would dismiss whom it has dismissed, and wait for nobody.
+            self._crew.order(crews.Dismiss())
         except Interrupted:
             self._crew.order(crews.Dismiss())
             self._last_upload()

@@ -62,6 +62,10 @@ def test_a_leader_that_lost_somebody_first_leaves_the_telling_to_us(tmp_path: Pa
     assert "process 1 of 2 ended by signal 6 (SIGABRT)" in json.loads(said)["reason"]
 
 
+def test_a_fault_that_all_see_is_told_by_the_leader_alone(tmp_path: Path) -> None:
+    assert run("time.sleep(1 if leads else 0); sys.exit(3 if leads else 1)", tmp_path) == (3, "")
+
+
 def test_what_an_earlier_run_left_to_say_is_not_said_again(tmp_path: Path) -> None:
     (tmp_path / launch.ERROR_FILE.format(1)).write_text("old")
     assert run("pass", tmp_path) == (0, "")

@@ -108,7 +108,7 @@ def _train(desk: Desk, prepare: Prepare, build: Build, packed: bool) -> Path:
     before, base = liveness.group_states(model), liveness.base_sums(model)
     packed = packed and _packing_holds(model, desk)
 
-    desk.clear_output()
+    desk.clear(desk.output)
     trainer = build(Setting(desk, model, tokenizer, rows, packed), prepared)
     if held:
         from training.sharded.trainer import adapt

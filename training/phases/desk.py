@@ -142,9 +142,6 @@ class Desk:
         """Whether anybody of the crew was. Collective."""
         return self.crew.any(self.stop.is_set())
 
-    def clear_output(self) -> None:
-        self.clear(self.output)
-
     def clear(self, directory: Path) -> None:
         """Take away what an earlier runner left there, before anybody of the crew writes to it. Collective."""
         shutil.rmtree(directory, ignore_errors=True)

@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import json
-import math
 import os
 import shutil
 import statistics
@@ -30,13 +28,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from training import launch
+import torch
+from datasets import Dataset
+from peft import get_peft_model
+from transformers import PrinterCallback, TrainerCallback
+from trl import SFTConfig, SFTTrainer
+
+from training import launch, parts
+from training.benchmark import CannotMeasure, machine
+from training.contract.manifest import RESUME
 from training.contract.recipe import Recipe, parse_recipe
 from training.contract.shapes import QWEN3_235B, QWEN36_35B, ModelShape
+from training.model import lora_config, lora_tensors
+from training.sharded import adapters, resume, stand_in, start
+from training.sharded.company import Company
+from training.sharded.loader import load
+from training.sharded.model import assemble
+from training.sharded.ranks import current
+from training.sharded.start import Held
+from training.sharded.streaming import from_host
+from training.sharded.synthetic import config_of, random_base, random_host_base, with_layers, write_checkpoint
+from training.sharded.trainer import adapt, factors, placed
+from training.tiny import datasets, make_tokenizer
 
 SCHEMA = 1
 _STAND_IN_LAYERS = (1, 3)
-_FILL = 64 << 20
 _RECIPES = Path(__file__).parents[1] / "recipes"
 _TINY = replace(
     QWEN3_235B,
@@ -51,10 +67,6 @@ _TINY = replace(
     intermediate=32,
 )
 MODELS = {"235b": QWEN3_235B, "35b": QWEN36_35B, "tiny": _TINY}
-
-
-class CannotMeasure(RuntimeError):
-    """This machine lacks what the measurement needs."""
 
 
 @dataclass(frozen=True)
@@ -79,10 +91,6 @@ class Setting:
 
 def measure(setting: Setting) -> dict[str, Any]:
     """Every way at every size, on this process's card and with its crew. Collective."""
-    import torch
-
-    from training.sharded.ranks import current
-
     ranks = current()
     device = torch.device("cpu") if setting.tiny else torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     if setting.cap_gib and not setting.tiny:
@@ -115,12 +123,11 @@ def measure(setting: Setting) -> dict[str, Any]:
 
 class _Bench:
     def __init__(self, setting: Setting, ranks: Any, device: Any) -> None:
-        from training.sharded.start import Held
-
         self.setting, self.ranks, self.device = setting, ranks, device
         self.recipe = recipe_of(setting, ranks.size)
-        self.held: Held = random_base(setting, setting.shape, ranks, device, self.ways()[0])
-        self._model: Any = None
+        self._dtype = getattr(torch, self.recipe.model.dtype)
+        self.held: Any = self._hold(self.ways()[0])
+        self._trainer: Any = None
 
     def ways(self) -> tuple[str, ...]:
         cards = "all_gather" if self.ranks.size > 1 else "resident"
@@ -128,8 +135,6 @@ class _Bench:
 
     def step(self, way: str, tokens: int) -> dict[str, Any]:
         """Seconds of an optimizer step of so many tokens a card, and what it took."""
-        import torch
-
         self.clear()
         self.held.switch(way)
         model = self._fresh(self.held, self.setting.shape)
@@ -156,10 +161,6 @@ class _Bench:
 
     def saved(self) -> dict[str, Any]:
         """The last model's adapter and resume file: seconds, bytes, and what the host's memory grew by at most."""
-        from training.contract.manifest import RESUME
-        from training.sharded import adapters, resume
-        from training.sharded.trainer import factors, placed
-
         trainer = self._trainer
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
         folder = Path(self._share(tempfile.mkdtemp(prefix="livery-save-")))
@@ -186,15 +187,13 @@ class _Bench:
                 "gb": round(size / 1e9, 3),
                 "host_growth_gb": round(max(self._collect(max(0.0, water.gb - before))), 3),
             }
+        if self.ranks.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
         return found
 
     def loaded(self) -> dict[str, Any]:
         """A checkpoint of a few layers, written here and so in the page cache: from its files, and from the NF4 cache that this leaves beside it."""
-        import torch
-
-        from training.sharded.loader import load
-
-        shape = _deep(self.setting.shape, self.setting.load_layers)
+        shape = with_layers(self.setting.shape, self.setting.load_layers)
         folder = Path(self._share(tempfile.mkdtemp(prefix="livery-load-")))
         size = write_checkpoint(folder, shape, self.ranks, self.device)
         cuda, found = self.device.type == "cuda", {}
@@ -238,49 +237,48 @@ class _Bench:
         self.clear()
         times = []
         for layers in _STAND_IN_LAYERS:
-            shape = replace(self.setting.shape, attention_layers=layers, linear_layers=0)
-            held = random_base(self.setting, shape, self.ranks, self.device, "host")
+            shape = with_layers(self.setting.shape, layers)
+            base, host, whole = random_host_base(shape, layers, self.ranks, self.device, self._dtype)
+            held = Held(base, self.ranks, self.device, from_host(whole, shape, self.device), "not used", host)
             model = self._fresh(held, shape)
-            _install_pageable(model, held, self.recipe)
+            stand_in.install(model, whole, shape, self.ranks)
             seconds, _, _ = _train(self.setting, self.recipe, model, tokens, self.ranks.size, steps=2)
             times.append(statistics.median(seconds))
-            del model, held
+            del model, held, base, host, whole
             self.clear()
         layer_ms = (times[1] - times[0]) / (_STAND_IN_LAYERS[1] - _STAND_IN_LAYERS[0]) * 1e3
         return {"tokens_a_card": tokens, "layer_ms": round(layer_ms, 1), "steps_s": [round(each, 3) for each in times]}
 
     def clear(self) -> None:
-        import torch
-
-        self._model = self._trainer = None
+        self._trainer = None
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def _hold(self, way: str) -> Held:
+        """A random base of the measured shape, as `start` would hold it."""
+        shape, place = self.setting.shape, (self.ranks, self.device)
+        if way != "host":
+            base = random_base(shape, *place, self._dtype)
+            return Held(base, *place, start.from_cards(base, *place), "measured")
+        base, host, whole = random_host_base(shape, self.setting.host_layers or shape.layers, *place, self._dtype)
+        return Held(base, *place, from_host(whole, shape, self.device), "measured", host)
+
     def _fresh(self, held: Any, shape: ModelShape) -> Any:
         """A model with adapters, its lora_B not zero: a gradient of lora_A that is exactly zero would be cheaper than a real one."""
-        import torch
-        from peft import get_peft_model
-
-        from training.model import lora_config, lora_tensors
-        from training.sharded import start
-        from training.sharded.model import assemble
-
-        dtype = getattr(torch, self.recipe.model.dtype)
-        bare = assemble(held.base, config_of(shape), family=shape.family, dtype=dtype, device=self.device)
+        bare = assemble(held.base, config_of(shape), family=shape.family, dtype=self._dtype, device=self.device)
         bare.livery_held = held
         model = get_peft_model(bare, lora_config(self.recipe.adapters, shape.family))
         start.begin_adapters(model, self.recipe)
         start.install(model, self.recipe)
-        generator = torch.Generator(self.device).manual_seed(self.ranks.rank)
+        # What every process has whole must be the same on all.
+        alike, own = (torch.Generator(self.device).manual_seed(seed) for seed in (0, 1 + self.ranks.rank))
         with torch.no_grad():
             for _, _, tensor in lora_tensors(model, "lora_B"):
-                tensor.normal_(0, 1e-3, generator=generator)
+                tensor.normal_(0, 1e-3, generator=own if parts.part_of(tensor) else alike)
         return model
 
     def _collect(self, value: float) -> list[float]:
-        import torch
-
         if self.ranks.size == 1:
             return [value]
         whole = torch.empty(self.ranks.size, dtype=torch.float64, device=self.device)
@@ -288,8 +286,6 @@ class _Bench:
         return [float(each) for each in whole.tolist()]
 
     def _share(self, text: str) -> str:
-        import torch
-
         told = torch.tensor(list(text.encode().ljust(256, b"\0")), dtype=torch.uint8, device=self.device)
         self.ranks.broadcast(told, 0)
         return bytes(told.tolist()).rstrip(b"\0").decode()
@@ -317,173 +313,10 @@ def recipe_of(setting: Setting, gpus: int) -> Recipe:
     return parse_recipe(data, "benchmark")
 
 
-def random_base(setting: Setting, shape: ModelShape, ranks: Any, device: Any, way: str) -> Any:
-    """A base of that shape with random codes, as `start` would hold it."""
-    import torch
-
-    from training.sharded import start
-    from training.sharded.loader import Base, Report
-    from training.sharded.ranks import share
-    from training.sharded.storage import empty_layer, open_shared_host
-    from training.sharded.streaming import from_host
-
-    inventory = inventory_of(shape)
-    first, last = share(shape.experts, ranks)
-    host, whole = None, []
-    if way == "host":
-        kept = min(setting.host_layers or shape.layers, shape.layers)
-        host = open_shared_host(_deep(shape, kept), ranks, device)
-        distinct = list(host.layers())
-        for layer in distinct:
-            _fill(layer.experts(first, last))
-        ranks.barrier()
-        if device.type == "cuda":
-            host.register()
-        whole = list(itertools.islice(itertools.cycle(distinct), shape.layers))
-        mine = tuple(layer.experts(first, last) for layer in whole)
-    else:
-        mine = tuple(empty_layer(shape, first, last, device) for _ in range(shape.layers))
-        for layer in mine:
-            _fill(layer)
-    dtype = torch.float32 if setting.tiny else torch.bfloat16
-    report = Report({}, 0, 0, 0, 0.0, False)
-    base = Base(inventory, first, last, mine, _random_matrices(inventory, dtype, device), report)
-    layers = from_host(whole, shape, device) if whole else start._from_cards(base, ranks, device)
-    return start.Held(base, ranks, device, layers, "measured", host)
-
-
-def inventory_of(shape: ModelShape) -> Any:
-    """Of a checkpoint that nobody has written: one matrix an expert and projection."""
-    from training.sharded.headers import TensorAt
-    from training.sharded.inventory import take_inventory, wanted_matrices
-
-    kinds = kinds_of(shape)
-    wanted = {name: size for name, (_, size) in wanted_matrices(shape, kinds).items()}
-    for layer, expert in itertools.product(range(shape.layers), range(shape.experts)):
-        base = f"model.layers.{layer}.mlp.experts.{expert}"
-        wanted[f"{base}.gate_proj.weight"] = wanted[f"{base}.up_proj.weight"] = (shape.intermediate, shape.hidden)
-        wanted[f"{base}.down_proj.weight"] = (shape.hidden, shape.intermediate)
-    headers = {name: TensorAt(name, Path("none"), 0, 0, "BF16", size) for name, size in wanted.items()}
-    return take_inventory(headers, shape, kinds)
-
-
-def write_checkpoint(folder: Path, shape: ModelShape, ranks: Any, device: Any) -> int:
-    """Random bf16 weights as transformers writes them, a file a layer; returns the bytes of their tensors. Collective."""
-    from safetensors.torch import save_file
-
-    from training.sharded.headers import INDEX
-    from training.sharded.inventory import wanted_matrices
-
-    H, I = shape.hidden, shape.intermediate  # noqa: E741  the legend's letters
-    matrices = {name: size for name, (_, size) in wanted_matrices(shape, kinds_of(shape)).items()}
-    weight_map = dict.fromkeys(matrices, "model-rest.safetensors")
-    for layer in range(shape.layers):
-        names = {
-            f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight": (H, I) if part == "down" else (I, H)
-            for expert in range(shape.experts)
-            for part in ("gate", "up", "down")
-        }
-        weight_map |= dict.fromkeys(names, f"model-{layer:05d}.safetensors")
-        if layer % ranks.size == ranks.rank:
-            save_file(
-                {name: _weights(size, device) for name, size in names.items()},
-                folder / f"model-{layer:05d}.safetensors",
-            )
-    if ranks.rank == 0:
-        save_file({name: _weights(size, device) for name, size in matrices.items()}, folder / "model-rest.safetensors")
-        (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
-        (folder / "config.json").write_text(json.dumps(config_of(shape).to_dict()))
-    ranks.barrier()
-    numbers = sum(math.prod(size) for size in matrices.values()) + shape.expert_parameters
-    return 2 * numbers
-
-
-def _weights(size: tuple[int, ...], device: Any) -> Any:
-    import torch
-
-    return (torch.randn(size, device=device) * 0.02).to(torch.bfloat16).cpu()
-
-
-def kinds_of(shape: ModelShape) -> tuple[str, ...]:
-    if not shape.linear_layers:
-        return ("full_attention",) * shape.layers
-    return tuple("linear_attention" if (layer + 1) % 4 else "full_attention" for layer in range(shape.layers))
-
-
-def config_of(shape: ModelShape) -> Any:
-    """The text configuration that has this shape."""
-    common = {
-        "hidden_size": shape.hidden,
-        "vocab_size": shape.vocabulary,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "num_experts": shape.experts,
-        "num_experts_per_tok": shape.experts_per_token,
-        "moe_intermediate_size": shape.intermediate,
-        "tie_word_embeddings": shape.tied,
-    }
-    if shape.family == "qwen3_moe":
-        from transformers import Qwen3MoeConfig
-
-        return Qwen3MoeConfig(**common, rope_theta=5e6, decoder_sparse_step=1, mlp_only_layers=[])
-    from transformers import Qwen3_5MoeTextConfig
-
-    return Qwen3_5MoeTextConfig(**common, layer_types=list(kinds_of(shape)))
-
-
-def _deep(shape: ModelShape, layers: int) -> ModelShape:
-    return replace(shape, attention_layers=layers, linear_layers=0)
-
-
-def _fill(layer: Any) -> None:
-    """Random codes, and scales with which the weights have a deviation of about 0.02. A block of them again and again: only the bytes count."""
-    import torch
-
-    for packed in (layer.gate_up, layer.down):
-        codes = torch.randint(
-            0, 256, (min(_FILL, packed.packed.numel()),), dtype=torch.uint8, device=packed.packed.device
-        )
-        for start in range(0, packed.packed.numel(), codes.numel()):
-            part = packed.packed[start : start + codes.numel()]
-            part.copy_(codes[: part.numel()])
-        packed.absmax.fill_(0.035)
-
-
-def _random_matrices(inventory: Any, dtype: Any, device: Any) -> dict[str, Any]:
-    import torch
-
-    from training.sharded.inventory import quantisable
-    from training.sharded.storage import Matrix, empty_packed
-
-    torch.manual_seed(7)  # what every process has whole must be the same
-    found: dict[str, Any] = {}
-    for name, (group, at) in inventory.matrices.items():
-        if quantisable(inventory.shape, group, name):
-            room = Matrix(empty_packed(at.numbers, device), at.shape)
-            room.values.packed.random_(0, 256)
-            room.values.absmax.fill_(0.035)
-            found[name] = room
-        elif group == "norms":
-            found[name] = torch.ones(at.shape, dtype=dtype, device=device)
-        else:
-            found[name] = torch.randn(at.shape, dtype=dtype, device=device) * 0.02
-    return found
-
-
 def _train(
     setting: Setting, recipe: Recipe, model: Any, tokens: int, gpus: int, steps: int | None = None
 ) -> tuple[list[float], float, Any]:
     """Seconds of each optimizer step but the first, the last loss, and the trainer: TRL's, with the arguments that a phase gives it."""
-    import torch
-    from datasets import Dataset
-    from transformers import PrinterCallback
-    from trl import SFTConfig, SFTTrainer
-
-    from training.sharded.trainer import adapt
-    from training.tiny import datasets, make_tokenizer
-
     count, row = (steps or setting.steps) + 1, min(setting.row, tokens)
     rows = tokens // row
     generator = torch.Generator().manual_seed(3)
@@ -516,116 +349,32 @@ def _train(
         trainer = SFTTrainer(model, args=arguments, train_dataset=rows_of, processing_class=tokenizer)
         adapt(trainer, recipe)
         trainer.remove_callback(PrinterCallback)
-        clock = _clock(cuda)
+        clock = _Clock()
         trainer.add_callback(clock)
         trainer.train()
     loss = next(entry["loss"] for entry in reversed(trainer.state.log_history) if "loss" in entry)
     return clock.seconds[1:], loss, trainer
 
 
-def _clock(cuda: bool) -> Any:
-    import torch
-    from transformers import TrainerCallback
+class _Clock(TrainerCallback):
+    """Seconds of each step, from an idle card to an idle card."""
 
-    class Clock(TrainerCallback):
-        """From an idle card to an idle card."""
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._began = 0.0
 
-        def __init__(self) -> None:
-            self.seconds: list[float] = []
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self._began = _idle()
 
-        def on_step_begin(self, *_: Any, **__: Any) -> None:
-            if cuda:
-                torch.cuda.synchronize()
-            self._began = time.perf_counter()
-
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            if cuda:
-                torch.cuda.synchronize()
-            self.seconds.append(time.perf_counter() - self._began)
-
-    return Clock()
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.seconds.append(_idle() - self._began)
 
 
-def _install_pageable(model: Any, held: Any, recipe: Recipe) -> None:
-    """Every layer's experts as frameworks offload them."""
-    from training import experts
-    from training.sharded.storage import LayerExperts, Packed
-
-    wrappers = [wrapper for _, wrapper in experts.outer_wrappers(model)]
-    for wrapper, layer in zip(wrappers, held.host.layers(), strict=True):
-        # Copies in pageable memory, which is what the shared one is not.
-        parts = [Packed(part.packed.clone(), part.absmax.clone()) for part in (layer.gate_up, layer.down)]
-        wrapper.livery_layer = _Pageable(
-            LayerExperts(layer.first, layer.last, *parts), held.base.inventory.shape, held.ranks
-        )
-
-
-class _Pageable:
-    """A routed layer as 3·E small modules: each fetched from pageable memory when it is called, in the forward pass, in its recomputation and in the
-    backward pass."""
-
-    def __init__(self, layer: Any, shape: ModelShape, ranks: Any) -> None:
-        self._layer, self._shape, self._ranks = layer, shape, ranks
-
-    def __call__(self, experts: Any, hidden_TH: Any, expert_Tk: Any, weight_Tk: Any, active: Any) -> Any:
-        import torch
-        from torch import nn
-
-        from training.sharded.execution import gather_adapter
-
-        E, H, I = self._shape.experts, self._shape.hidden, self._shape.intermediate  # noqa: E741  the legend's letters
-        dtype = hidden_TH.dtype
-        up, down = (gather_adapter(active[name][0], self._ranks, dtype) for name in ("gate_up_proj", "down_proj"))
-        A1, B1, A2, B2 = (each.to(dtype) for lora in (up, down) for each in (lora.a_ERX(), lora.b_EOR()))
-        out = torch.zeros_like(hidden_TH)
-        order = torch.argsort(expert_Tk.flatten(), stable=True)
-        counts = torch.bincount(expert_Tk.flatten(), minlength=E).tolist()
-        for expert, places in enumerate(order.split(counts)):
-            if not len(places):
-                continue
-            token = places // expert_Tk.shape[1]
-            x = hidden_TH[token]
-            both = self._layer.gate_up.part(expert * 2 * I * H, 2 * I * H)
-            halves = [_Fetched.apply(x, both.part(half * I * H, I * H), (I, H)) for half in (0, 1)]
-            gate_up = torch.cat(halves, 1) + (x @ A1[expert].t()) @ B1[expert].t() * up.scaling
-            h = nn.functional.silu(gate_up[:, :I]) * gate_up[:, I:]
-            y = _Fetched.apply(h, self._layer.down.part(expert * H * I, H * I), (H, I))
-            y = y + (h @ A2[expert].t()) @ B2[expert].t() * down.scaling
-            out = out.index_add(0, token, y * weight_Tk.flatten()[places].unsqueeze(-1).to(dtype))
-        return out
-
-
-def _fetched() -> Any:
-    import torch
-
-    from training.sharded.storage import Matrix, Packed
-
-    def fetch(values: Any, shape: tuple[int, int], like: Any) -> Any:
-        there = Packed(values.packed.to(like.device), values.absmax.to(like.device))
-        return Matrix(there, shape).dequantise(like.dtype)
-
-    class Fetched(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Any, values: Any, shape: tuple[int, int]) -> Any:
-            ctx.values, ctx.shape = values, shape
-            return x @ fetch(values, shape, x).t()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Any) -> tuple[Any, None, None]:
-            return grad @ fetch(ctx.values, ctx.shape, grad), None, None
-
-    return Fetched
-
-
-class _Lazy:
-    """The autograd function, made when torch is needed first."""
-
-    def apply(self, *arguments: Any) -> Any:
-        self.apply = _fetched().apply  # type: ignore[method-assign]
-        return self.apply(*arguments)
-
-
-_Fetched = _Lazy()
+def _idle() -> float:
+    """The time when the card has nothing more to do."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 class _HighWater:
@@ -713,18 +462,16 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _setting(options: argparse.Namespace) -> Setting:
-    import torch
-
     if not options.tiny and torch.cuda.device_count() < options.gpus:
         raise CannotMeasure(
             f"{torch.cuda.device_count()} cards here, want {options.gpus}; `--tiny` shows that the benchmark itself works"
         )
     shape = MODELS["tiny" if options.tiny else options.model]
     if options.layers:
-        shape = _deep(shape, options.layers)
+        shape = with_layers(shape, options.layers)
     return Setting(
         shape=shape,
-        tokens=tuple(64 for _ in (1,)) if options.tiny else tuple(options.tokens),
+        tokens=(64,) if options.tiny else tuple(options.tokens),
         row=32 if options.tiny else options.row,
         rank=4 if options.tiny else options.rank,
         steps=options.steps,
@@ -755,10 +502,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"benchmark: {error}", file=sys.stderr)
         return 2
     if options.gpus > 1:
-        from training.sharded.company import Company
-
         Company(cards=not options.tiny)
-    from training.benchmark import machine
 
     document = measure(setting) | machine()
     if int(os.environ.get("RANK", "0")) == 0:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 from training import experts
 from training.contract.families import FAMILIES
@@ -135,7 +135,3 @@ def _require_whole(model: nn.Module) -> None:
         raise CheckpointError(
             f"{lost[0]}: is in no file, and the model's class wants it ({len(lost)} such); fetch the model again"
         )
-
-
-def load_config(path: Any) -> Any:
-    return AutoConfig.from_pretrained(path)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from training import experts, parts
 from training.contract.quantised import Hardware, hardware_of
@@ -25,9 +26,9 @@ from training.sharded import links
 from training.sharded.host_memory import HostMemoryError, available_bytes
 from training.sharded.inventory import Inventory, read_inventory
 from training.sharded.loader import Base, load
-from training.sharded.model import absent, assemble, load_config, routed, run_experts
+from training.sharded.model import absent, assemble, routed, run_experts
 from training.sharded.plan import plan
-from training.sharded.ranks import Alone, Ranks
+from training.sharded.ranks import Ranks
 from training.sharded.storage import LayerExperts, SharedHost, empty_layer, open_shared_host
 from training.sharded.streaming import Layers, Resident, from_host, gathered
 
@@ -59,32 +60,31 @@ class Held:
         if way == "host":
             self.host = _host_copy(self.base, ranks, self.device)
             whole = list(self.host.layers())
-            self.base = _with_experts(self.base, [layer.experts(self.base.first, self.base.last) for layer in whole])
+            mine = tuple(layer.experts(self.base.first, self.base.last) for layer in whole)
+            self.base = replace(self.base, experts=mine)
             self.layers = from_host(whole, shape, self.device)
         else:
-            mine = [_on_card(layer, shape, self.device) for layer in self.base.experts]
-            self.base, self.host = _with_experts(self.base, mine), None
-            self.layers = _from_cards(self.base, ranks, self.device)
+            mine = tuple(_on_card(layer, shape, self.device) for layer in self.base.experts)
+            self.base, self.host = replace(self.base, experts=mine), None
+            self.layers = from_cards(self.base, ranks, self.device)
         self.reason = "switched to"
 
 
 _held: tuple[tuple[object, ...], Held] | None = None
 
 
-def load_quantised(
-    path: Path, recipe: Recipe, *, ranks: Ranks | None = None, device: torch.device | None = None
-) -> Any:
+def load_quantised(path: Path, recipe: Recipe, *, ranks: Ranks, device: torch.device) -> Any:
     """The frozen text class on the base of `path` in NF4, its base read only the first time in this process; `model.livery_held` says how it lies.
     Collective. CheckpointError or ModelError if it cannot be had."""
     global _held
-    ranks, device = ranks or Alone(), device or torch.device("cuda:0" if recipe.box.device == "cuda" else "cpu")
     key = (path.resolve(), recipe.model.model_dump_json(), ranks, device)
     if _held is None or _held[0] != key:
         _held = None  # two do not fit
         _held = (key, _load(path, recipe, ranks, device))
     held = _held[1]
     dtype = getattr(torch, recipe.model.dtype)
-    model = assemble(held.base, load_config(path), family=recipe.model.family, dtype=dtype, device=device)
+    config = AutoConfig.from_pretrained(path)
+    model = assemble(held.base, config, family=recipe.model.family, dtype=dtype, device=device)
     model.livery_held = held
     _run(model, recipe, None)
     return model
@@ -148,7 +148,7 @@ def _load(path: Path, recipe: Recipe, ranks: Ranks, device: torch.device) -> Hel
     }
     if way != "host":
         base = load(path, **options)
-        return Held(base, ranks, device, _from_cards(base, ranks, device), reason)
+        return Held(base, ranks, device, from_cards(base, ranks, device), reason)
     host = open_shared_host(inventory.shape, ranks, device)
     whole = list(host.layers())
     base = load(path, into=whole, **options)
@@ -217,7 +217,8 @@ class _Shapes:
     act_fn: Callable[[torch.Tensor], torch.Tensor]
 
 
-def _from_cards(base: Base, ranks: Ranks, device: torch.device) -> Layers:
+def from_cards(base: Base, ranks: Ranks, device: torch.device) -> Layers:
+    """The layers of a base that lies on the cards: whole on one, or gathered. Collective."""
     if ranks.size == 1:
         return Resident(base.experts)
     # In a group of its own: the next layer's gathering must not wait for what this one's adapters send.
@@ -243,7 +244,3 @@ def _on_card(layer: LayerExperts, shape: Any, device: torch.device) -> LayerExpe
     for there, here in zip(room.buffers, layer.buffers, strict=True):
         there.copy_(here)
     return room
-
-
-def _with_experts(base: Base, layers: list[LayerExperts]) -> Base:
-    return Base(base.inventory, base.first, base.last, tuple(layers), base.matrices, base.report)

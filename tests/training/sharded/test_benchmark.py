@@ -14,18 +14,18 @@ import torch
 from training import experts
 from training.experts import Lora
 from training.sharded import benchmark
-from training.sharded.benchmark import MODELS, Setting
+from training.sharded.benchmark import MODELS
 from training.sharded.execution import unpack
 from training.sharded.ranks import Alone
+from training.sharded.stand_in import PageableModules
+from training.sharded.synthetic import random_base
 
 ROOT = Path(__file__).parents[3]
-SETTING = Setting(MODELS["tiny"], (64,), 32, 4, 1, "adamw", (), 0, 0.0, False, False, 0, True)
 
 
 def test_the_stand_in_computes_the_same_layer() -> None:
     shape = MODELS["tiny"]
-    held = benchmark.random_base(SETTING, shape, Alone(), torch.device("cpu"), "host")
-    (layer,) = [each for index, each in enumerate(held.host.layers()) if index == 1]
+    layer = random_base(shape, Alone(), torch.device("cpu"), torch.float32).experts[1]
     gate_up, down = unpack(layer, shape, torch.float32)
 
     class Module:
@@ -42,7 +42,7 @@ def test_the_stand_in_computes_the_same_layer() -> None:
         "down_proj": [Lora(torch.randn(E * R, I) * 0.1, torch.randn(H, R * E) * 0.1, E, 2.0)],
     }
     results = []
-    for compute in (benchmark._Pageable(layer, shape, Alone()), experts.GROUPED):
+    for compute in (PageableModules(layer, shape, Alone()), experts.GROUPED):
         hidden = torch.randn(20, H, generator=torch.Generator().manual_seed(2)).requires_grad_()
         ids = torch.stack([torch.randperm(E, generator=torch.Generator().manual_seed(row))[:2] for row in range(20)])
         weights = torch.rand(20, 2, generator=torch.Generator().manual_seed(3))
@@ -56,7 +56,7 @@ def test_the_stand_in_computes_the_same_layer() -> None:
 @pytest.mark.train
 def test_every_way_is_measured_on_one_base_and_gives_one_loss(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "training.sharded.benchmark", "--tiny", "--steps", "1", "--stand-in", "--save"]
-    command += ["--load-layers", "2"]
+    command += ["--load-layers", "2", "--host-layers", "2"]
     done = subprocess.run(
         [*command, "--json", str(tmp_path / "out.json")],
         cwd=ROOT,

@@ -143,14 +143,17 @@ def test_one_rank_has_the_loss_and_every_gradient_of_stock_peft(
     if checkpointing:
         ours.train()
         ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    loss = torch.stack([ours(input_ids=row[None], labels=row[None]).loss for row in rows(2)]).mean()
-    loss.backward()
+    losses = []
+    for row in rows(2):  # one after the other, as micro-batches are
+        loss = ours(input_ids=row[None], labels=row[None]).loss / 2
+        loss.backward()
+        losses.append(float(loss.detach()))
     wanted, expected = reference(2)
-    assert float(loss.detach()) == pytest.approx(wanted, rel=2e-6)
+    assert sum(losses) == pytest.approx(wanted, rel=2e-6)
     for name, grad in gradients(ours).items():
         assert close(grad, expected[name]), name
     if isinstance(layers, Ahead):
-        assert layers.unforeseen <= 2 + layers.asked // 4, (layers.unforeseen, layers.asked)
+        assert layers.unforeseen == 1, "the very first layer; every other was under way"
 
 
 @pytest.mark.parametrize(("size", "way"), [(2, "all_gather"), (4, "all_gather"), (4, "host")])

@@ -6,21 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.sharded import synthetic
 from training.contract.shapes import QWEN3_235B, QWEN36_35B, TINY, ModelShape, read_shape
 from training.sharded.headers import CheckpointError, TensorAt, read_headers
 from training.sharded.inventory import Inventory, read_inventory, take_inventory
+from training.sharded.synthetic import inventory_of, kinds_of, tensors_of
 
 
 def headers(shape: ModelShape = TINY) -> dict[str, TensorAt]:
     return {
         name: TensorAt(name, Path("model.safetensors"), 0, 0, "BF16", wanted)
-        for name, wanted in synthetic.tensors(shape).items()
+        for name, wanted in tensors_of(shape).items()
     }
 
 
 def take(found: Mapping[str, TensorAt], shape: ModelShape = TINY) -> Inventory:
-    return take_inventory(found, shape, synthetic.kinds(shape))
+    return take_inventory(found, shape, kinds_of(shape))
 
 
 def fused(found: dict[str, TensorAt], shape: ModelShape = TINY) -> dict[str, TensorAt]:
@@ -40,7 +40,7 @@ def fused(found: dict[str, TensorAt], shape: ModelShape = TINY) -> dict[str, Ten
 
 @pytest.mark.parametrize("shape", [QWEN3_235B, QWEN36_35B])
 def test_the_wanted_tensors_have_exactly_the_models_parameters(shape: ModelShape) -> None:
-    found = synthetic.inventory(shape)
+    found = inventory_of(shape)
     routed = sum(at.numbers for sources in found.experts.values() for at in sources)
     assert routed == shape.expert_parameters
     assert routed + sum(at.numbers for _, at in found.matrices.values()) == shape.parameters

@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kernels import nf4, reference
-from tests.training.sharded import synthetic
 from tests.training.sharded.threads import on_ranks
 from training.contract.shapes import read_shape
 from training.sharded import reader
@@ -23,6 +22,7 @@ from training.sharded.inventory import read_inventory
 from training.sharded.loader import Base, load
 from training.sharded.reader import Read
 from training.sharded.storage import BLOCK, LayerExperts, Matrix, SharedHost, join
+from training.sharded.synthetic import tensors_of
 
 CPU = torch.device("cpu")
 SMALL = {"device": CPU, "dtype": torch.float32, "buffer_bytes": 3000, "buffers": 3}
@@ -208,7 +208,7 @@ def test_a_matrix_without_whole_blocks_is_refused_and_never_left_unquantised_in_
     odd = make_model(256, 1, 0, family="qwen3_moe").config.to_dict() | {"num_attention_heads": 1, "head_dim": 17}
     odd |= {"hidden_size": 16, "moe_intermediate_size": 4, "num_key_value_heads": 1, "num_hidden_layers": 1}
     shape = read_shape(json.dumps(odd))
-    save_file({name: torch.ones(wanted) for name, wanted in synthetic.tensors(shape).items()}, tmp_path / SINGLE)
+    save_file({name: torch.ones(wanted) for name, wanted in tensors_of(shape).items()}, tmp_path / SINGLE)
     (tmp_path / "config.json").write_text(json.dumps(odd))
     with pytest.raises(CheckpointError, match=r"q_proj\.weight: 272 weights cannot be kept in 4 bits"):
         load(tmp_path, **SMALL)
@@ -258,7 +258,7 @@ def test_the_host_holds_the_result_and_a_few_buffers_and_never_the_checkpoint(tm
     (tmp_path / "config.json").write_text(json.dumps(config))
     shape = read_shape(json.dumps(config))
     save_file(
-        {name: torch.full(wanted, 0.02, dtype=torch.bfloat16) for name, wanted in synthetic.tensors(shape).items()},
+        {name: torch.full(wanted, 0.02, dtype=torch.bfloat16) for name, wanted in tensors_of(shape).items()},
         tmp_path / SINGLE,
     )
     done = subprocess.run(

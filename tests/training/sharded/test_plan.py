@@ -14,6 +14,7 @@ from training.contract.shapes import QWEN3_235B, QWEN36_35B, ModelShape
 from training.sharded.__main__ import main
 from training.sharded.inventory import quantisable
 from training.sharded.plan import plan
+from training.sharded.synthetic import inventory_of
 
 ROOT = Path(__file__).parents[3]
 RECIPES = ROOT / "training" / "recipes"
@@ -25,7 +26,7 @@ SHIPPED = {QWEN3_235B.family: "qwen3-235b-a22b-qlora-1gpu.yaml", QWEN36_35B.fami
 def test_the_plan_from_config_json_alone_is_the_one_from_headers(shape: ModelShape) -> None:
     wanted = parse_recipe(yaml.safe_load((RECIPES / SHIPPED[shape.family]).read_text()))
     on = hardware_of("h100", 1, 160, dph_usd=2.0)
-    told, counted = plan(synthetic.inventory(shape), wanted, on), plan_quantised(wanted, shape, on)
+    told, counted = plan(inventory_of(shape), wanted, on), plan_quantised(wanted, shape, on)
     assert told.chosen and counted.chosen and told.options == counted.options
     assert counted.train_hours == told.train_hours
     assert counted.load_hours == pytest.approx(told.load_hours, rel=0.05) and counted.usd == pytest.approx(
@@ -35,7 +36,7 @@ def test_the_plan_from_config_json_alone_is_the_one_from_headers(shape: ModelSha
 
 @pytest.mark.parametrize("shape", [QWEN3_235B, QWEN36_35B], ids=lambda shape: shape.family)
 def test_what_the_shape_counts_as_linear_is_what_the_loader_keeps_in_4_bits(shape: ModelShape) -> None:
-    held = synthetic.inventory(shape).matrices
+    held = inventory_of(shape).matrices
     kept = sum(at.numbers for name, (group, at) in held.items() if quantisable(shape, group, name))
     rest = sum(at.numbers for name, (group, at) in held.items() if not quantisable(shape, group, name))
     assert shape.linear_parameters == kept

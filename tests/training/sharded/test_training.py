@@ -89,6 +89,7 @@ def test_a_lost_process_is_named_and_one_process_goes_on_where_two_had_been(
     third = place_box(tmp_path / "third", {}, recipe(), "two", tiny, bucket=bucket)
     assert third.run(timeout_s=300) == 0, (third.root / "log").read_text()[-2000:]
     assert third.of("phase_start")[0].resumed_from == "runs/two/manifests/sft/00000002.json"
+    # Equal but for the order of float32 sums, which training carries on: 6.1306524 against 6.1306529 after four steps.
     wanted, seen = losses(one), losses(two, third)
     assert seen.keys() == wanted.keys()
     assert all(seen[step] == pytest.approx(wanted[step], rel=1e-4) for step in wanted), (seen, wanted)
