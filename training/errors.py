@@ -44,5 +44,9 @@ class ModelError(RuntimeError):
     """The model cannot be trained here in the way that the recipe asks for."""
 
 
+class HostMemoryError(RuntimeError):
+    """This machine has too little memory left, or does not let it be locked; another one may do."""
+
+
 class NoCardError(RuntimeError):
     """The recipe wants a card and torch finds none: this machine is to blame, another one may do."""

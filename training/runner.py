@@ -57,8 +57,9 @@ from training.contract.manifest import (
 from training.contract.model import explain
 from training.contract.recipe import Assignment, Phase, Recipe, RecipeError
 from training.contract.rows import RowError
+from training.contract.shapes import ShapeError
 from training.couriers import Commanded, Courier, InProcess
-from training.errors import LivenessError, ModelError, NoCardError
+from training.errors import HostMemoryError, LivenessError, ModelError, NoCardError
 from training.mirroring import Mirroring
 from training.phases import counting
 from training.phases.desk import Desk, Home, Interrupted, NotFinite, Pulse
@@ -501,7 +502,7 @@ def _blame(error: Exception, name: str, reason: str) -> Any:
         isinstance(error, OSError) and error.errno in _HOST_ERRNO
     ):
         return "host"
-    if isinstance(error, NoCardError) or "CUDA error" in reason or name == "AcceleratorError":
+    if isinstance(error, (NoCardError, HostMemoryError)) or "CUDA error" in reason or name == "AcceleratorError":
         return "host"
     if isinstance(error, StoreError):
         return "user"
@@ -509,7 +510,7 @@ def _blame(error: Exception, name: str, reason: str) -> Any:
 
 
 _USER_FAULTS = (
-    *(RecipeError, ManifestError, ClaimError, RowError, StoreDenied),
+    *(RecipeError, ManifestError, ClaimError, RowError, ShapeError, StoreDenied),
     *(NotFinite, LivenessError, ModelError, sinks.TrackerError),
 )
 _USER_ERRORS = ("PackingError", "OutOfMemoryError")  # by name, since their modules import torch

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from training.errors import ModelError
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ITEM_BYTES = {
     "F64": 8, "I64": 8, "F32": 4, "I32": 4, "BF16": 2, "F16": 2, "I16": 2,
@@ -20,7 +22,7 @@ _LARGEST_HEADER = 100_000_000
 """The format's own limit; a larger length is not a header's."""
 
 
-class CheckpointError(ValueError):
+class CheckpointError(ModelError):
     """A checkpoint's files are torn, missing, or not what they are taken for. Names the file, and what to do."""
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from training.errors import HostMemoryError
+
 _GROUPS = (
     ("sys/fs/cgroup", "memory.max", "memory.current"),
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
-
-
-class HostMemoryError(RuntimeError):
-    """This machine has too little memory left; another one may do."""
 
 
 def require_memory(wanted_bytes: int, what: str, root: Path = Path("/")) -> None:

@@ -23,7 +23,7 @@ from training.errors import ModelError
 from training.experts import ADAPTER
 from training.model import lora_tensors
 from training.sharded import links
-from training.sharded.host_memory import HostMemoryError, available_bytes
+from training.sharded.host_memory import available_bytes
 from training.sharded.inventory import Inventory, read_inventory
 from training.sharded.loader import Base, load
 from training.sharded.model import absent, assemble, routed, run_experts
@@ -52,7 +52,7 @@ class Held:
         return [*self.base.report.lines(), f"experts: {self.layers.way}, {self.reason}"]
 
     def switch(self, way: Way) -> None:
-        """Take the layers another way, from what is loaded: nothing is read again. Models built before keep theirs. ModelError, or torch's own
+        """Take the layers another way, from what is loaded: nothing is read again. Models built before keep theirs. HostMemoryError, or torch's own
         out-of-memory error, if there is no room. Collective."""
         if way == self.layers.way:
             return
@@ -75,7 +75,7 @@ _held: tuple[tuple[object, ...], Held] | None = None
 
 def load_quantised(path: Path, recipe: Recipe, *, ranks: Ranks, device: torch.device) -> Any:
     """The frozen text class on the base of `path` in NF4, its base read only the first time in this process; `model.livery_held` says how it lies.
-    Collective. CheckpointError or ModelError if it cannot be had."""
+    Collective. CheckpointError, ModelError or HostMemoryError if it cannot be had."""
     global _held
     key = (path.resolve(), recipe.model.model_dump_json(), ranks, device)
     if _held is None or _held[0] != key:
@@ -226,10 +226,7 @@ def from_cards(base: Base, ranks: Ranks, device: torch.device) -> Layers:
 
 
 def _host_copy(base: Base, ranks: Ranks, device: torch.device) -> SharedHost:
-    try:
-        host = open_shared_host(base.inventory.shape, ranks, device)
-    except HostMemoryError as error:
-        raise ModelError(str(error)) from None
+    host = open_shared_host(base.inventory.shape, ranks, device)
     for layer, mine in zip(host.layers(), base.experts, strict=True):
         for there, here in zip(layer.experts(base.first, base.last).buffers, mine.buffers, strict=True):
             there.copy_(here)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kernels import nf4, reference
 from training.contract.shapes import ModelShape
+from training.errors import HostMemoryError
 from training.sharded.host_memory import require_memory
 from training.sharded.inventory import Part, part_numbers
 from training.sharded.ranks import Ranks
@@ -195,10 +196,10 @@ class SharedHost:
 
     def register(self) -> None:
         """Lock the pages and tell the driver, so that copies to this rank's card run at the bus's speed and beside its work: pageable memory does
-        a tenth. RuntimeError if the driver refuses. Every rank that copies calls it."""
+        a tenth. HostMemoryError if the driver refuses. Every rank that copies calls it."""
         code = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.bytes, 0)
         if int(code):
-            raise RuntimeError(
+            raise HostMemoryError(
                 f"the driver does not lock {self.bytes / 1e9:.1f} GB of host memory (cudaHostRegister: error {int(code)}); want a box with the memory free and no lock limit (ulimit -l)"
             )
 

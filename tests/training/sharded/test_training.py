@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -97,6 +98,27 @@ def test_a_lost_process_is_named_and_one_process_goes_on_where_two_had_been(
     assert stored.keys() == expected.keys()
     for name, tensor in stored.items():
         assert float((tensor - expected[name]).norm()) <= 1e-3 * float(expected[name].norm()), name
+
+
+def test_a_torn_model_file_is_the_users_to_mend_and_names_the_file(tiny: Path, tmp_path: Path) -> None:
+    world = tmp_path / "world"
+    shutil.copytree(tiny, world)
+    (weights,) = (world / "model").glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-200])
+    box = place_box(tmp_path / "box", {}, recipe(), "torn", world, bucket=f"folder:{tmp_path / 'bucket'}")
+    assert box.run() == 3
+    (abort,) = box.of("abort")
+    assert abort.blame == "user" and "model.safetensors" in abort.reason and "fetch it again" in abort.reason
+    assert "Traceback" not in (box.root / "log").read_text()
+
+
+def test_too_little_host_memory_is_the_machines() -> None:
+    from training.runner import _abort_of
+    from training.sharded import host_memory
+
+    with pytest.raises(host_memory.HostMemoryError) as caught:
+        host_memory.require_memory(1 << 60, "the base in 4 bits")
+    assert _abort_of(caught.value, None).blame == "host"
 
 
 def test_told_to_stop_all_processes_save_together_and_end(tiny: Path, tmp_path: Path) -> None:
