@@ -12,6 +12,7 @@ gradients are then added to its .grad in place. A row-major one costs a pass ove
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,10 +36,32 @@ def _count_step(*_: Any) -> None:
 register_optimizer_step_post_hook(_count_step)
 
 
+def optimizer_steps() -> int:
+    """Steps that optimizers of torch have made in this process: a fused one writes past the masters' version counters."""
+    return _optimizer_steps
+
+
+def only_adds_to_grad(nodes: Sequence[Any]) -> bool:
+    """True if this backward pass will do nothing with these leaves' gradients but add them to .grad: then a kernel may do that itself. To be asked
+    inside a backward; `nodes` are the leaves' entries of its `ctx.next_functions`.
+
+    Not so inside `torch.autograd.grad`, which hands gradients out and leaves .grad alone (the engine refuses the question there), nor where a
+    hook waits for a gradient, nor for a master that was computed.
+    """
+    if any(node is None or node.name() != "torch::autograd::AccumulateGrad" for node in nodes):
+        return False
+    if any(node.variable._backward_hooks or node.variable._post_accumulate_grad_hooks for node in nodes):
+        return False
+    try:
+        return all(torch._C._will_engine_execute_node(node) for node in nodes)
+    except RuntimeError:
+        return False
+
+
 class Adapter:
     """`lora_A` [E·r, X] and `lora_B` [O, r·E] as PEFT holds them, float32 or the activations' own dtype. ValueError on other shapes."""
 
-    def __init__(self, lora_A: Tensor, lora_B: Tensor, experts: int, scale: float) -> None:
+    def __init__(self, lora_A: Tensor, lora_B: Tensor, experts: int, scale: float, *, keep_copies: bool = True) -> None:
         rank, rest = divmod(lora_A.shape[0], experts)
         if rest or lora_A.dim() != 2 or lora_B.dim() != 2 or lora_B.shape[1] != lora_A.shape[0]:
             raise ValueError(
@@ -61,6 +84,7 @@ class Adapter:
         self.experts, self.rank, self.scale = experts, rank, scale
         self.padded = max(_LEAST, power_of_2(rank))
         self.launch = Launcher()
+        self._keep = keep_copies
         self._copies: tuple[Tensor, Tensor] | None = None
         self._seen: tuple[object, ...] = ()
 
@@ -73,7 +97,9 @@ class Adapter:
         return self.lora_B.shape[0]
 
     def copies(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A [E, R, X] and B transposed [R, E, O] in `dtype`, R the padded rank; new ones only if a master has changed."""
+        """A [E, R, X] and B transposed [R, E, O] in `dtype`, R the padded rank; new ones only if a master has changed, or none are kept."""
+        if not self._keep:
+            return self._make(dtype)
         now = (dtype, _optimizer_steps, *((m.data_ptr(), m._version, m.device) for m in (self.lora_A, self.lora_B)))
         if self._copies is None or now != self._seen:
             self._copies, self._seen = self._make(dtype), now

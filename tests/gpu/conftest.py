@@ -81,6 +81,7 @@ def card_run(tmp_path: Path) -> Callable[[dict[str, Any], Path], CardRun]:
 
 
 def place(directory: Path, recipe: dict[str, Any], world: Path) -> CardRun:
+    directory.mkdir(parents=True, exist_ok=True)
     path = directory / "recipe.yaml"
     path.write_text(json.dumps(recipe))
     return CardRun(directory / "run", path, world)

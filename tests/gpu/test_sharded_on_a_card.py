@@ -81,6 +81,8 @@ def quantised(gpus: int) -> dict[str, Any]:
     """The card's recipe on a packed base. The tiny widths are not our kernels', which is what `slow_experts` allows."""
     data = card_recipe(allow=["slow_experts"])
     data["model"]["quantisation"], data["box"]["gpus"] = "nf4", gpus
+    # torchao's 8-bit optimizer compiles itself in every process and phase; the cascade has it.
+    data["optimizer"], data["evaluation"] = "adamw", {"data": None}
     data["phases"] = [phase | {"accumulation": 2 * gpus} for phase in data["phases"] if phase["kind"] != "grpo"]
     return data
 

@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from kernels.adapter import Adapter
 from kernels.grouped_gemm import Thin
 from kernels.moe_lora import Plan, Tile
 from training import experts
@@ -129,6 +130,33 @@ def nothing_of_one_call_is_kept(model: Any, wanted: dict[str, torch.Tensor]) -> 
     same({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, wanted)
 
 
+def copies_that_are_not_kept_are_gone(model: Any, wanted: dict[str, torch.Tensor]) -> None:
+    """What the kernels read of a streamed base's adapters: kept, 94 layers of it are half of the masters' memory again."""
+    made: list[Any] = []
+    make = Adapter._make
+
+    def watched(self: Adapter, dtype: torch.dtype) -> Any:
+        copies = make(self, dtype)
+        made.append(weakref.ref(copies[1]))  # of B: that of a float32 A is A itself here
+        return copies
+
+    Adapter._make = watched  # type: ignore[method-assign]
+    for kept in (True, False):
+        made.clear()
+        experts.install(model, layer=KernelLayer(PLAN, keep_copies=kept))
+        for _, wrapper in experts.outer_wrappers(model):
+            for link in experts.chain(wrapper):
+                vars(link.lora_A["default"].weight).pop("livery_adapter", None)
+        model.zero_grad()
+        gc.disable()
+        loss = sum(model(input_ids=ids, labels=ids, use_cache=False).loss for ids in IDS.split(1))
+        assert any(each() is not None for each in made) == kept
+        loss.backward()
+        gc.enable()
+        same({name: p.grad for name, p in model.named_parameters() if p.grad is not None}, wanted)
+    Adapter._make = make  # type: ignore[method-assign]
+
+
 if __name__ == "__main__":
     grouped = adapted()
     kernels = copy.deepcopy(grouped)
@@ -140,6 +168,7 @@ if __name__ == "__main__":
     assert abs(loss - wanted_loss) < 1e-5, (loss, wanted_loss)
     same(gradients, wanted)
     nothing_of_one_call_is_kept(kernels, wanted)
+    copies_that_are_not_kept_are_gone(kernels, wanted)
     experts.install(kernels, layer=KernelLayer(PLAN))
 
     one_projection_alone(grouped, kernels)

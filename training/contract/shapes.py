@@ -15,6 +15,7 @@ from training.contract.families import FAMILIES
 from training.contract.recipe import Adapters, Model
 
 _BYTES = {"bfloat16": 2, "float32": 4}
+_WIDTH_STEP = 32
 
 
 class ShapeError(ValueError):
@@ -223,8 +224,15 @@ def shape_of(model: Model) -> ModelShape:
         "value_head_dim",
         "shared_intermediate",
     )
-    scaled = {name: max(1, round(value * scale)) for name in widths if (value := getattr(nearest, name))}
-    return replace(nearest, exact=False, **scaled)
+    # In whole steps, as real ones are: no kernel takes a width of 61, and a probe at that shape would blame the card.
+    scaled = {name: _stepped(value * scale) for name in widths if (value := getattr(nearest, name))}
+    hidden = [scaled["hidden"] + steps * _WIDTH_STEP for steps in range(-4, 5)]
+    candidates = [replace(nearest, exact=False, **scaled | {"hidden": each}) for each in hidden if each > 0]
+    return min(candidates, key=lambda shape: abs(shape.parameters - size))
+
+
+def _stepped(width: float) -> int:
+    return _WIDTH_STEP * max(1, round(width / _WIDTH_STEP))
 
 
 def read_shape(config: bytes | str, subject: str = "config.json") -> ModelShape:

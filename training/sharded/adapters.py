@@ -119,12 +119,12 @@ def _specs(each: Factors, dtype: torch.dtype, layout: Layout) -> Iterator[tuple[
 def _write(file: Writer, each: Factors, dtype: torch.dtype, layout: Layout) -> None:
     A, B = each.A.detach().to(dtype), each.B.detach().to(dtype)
     if each.experts and layout == "per_expert":
-        A, B = A.cpu(), B.cpu()
-        for place in range(len(A)):
-            for name, rows in _projections(each.parameter, B.shape[1]):
-                base = f"{_PREFIX}{each.module}.{each.first + place}.{name}"
-                file.rows(f"{base}.lora_A.weight", 0, A[place])
-                file.rows(f"{base}.lora_B.weight", 0, B[place, rows])
+        projections = _projections(each.parameter, B.shape[1])
+        pairs = [half.flatten(1) for _, rows in projections for half in (A, B[:, rows])]
+        # All of this rank's experts lie one behind the other in the file: one piece, not some hundred thousand small ones.
+        first, last = (f"{_PREFIX}{each.module}.{expert}" for expert in (each.first, each.first + len(A) - 1))
+        ends = f"{first}.{projections[0][0]}.lora_A.weight", f"{last}.{projections[-1][0]}.lora_B.weight"
+        file.run(*ends, torch.cat(pairs, 1))
         return
     if not each.experts:
         file.rows(f"{_key(each)}.lora_A.weight", 0, A)

@@ -56,6 +56,10 @@ class PackedLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return _FrozenProduct.apply(x.to(self.weight.dtype), self.matrix)
 
+    def unpacked(self, dtype: torch.dtype) -> Tensor:
+        """The weight [out, in], new."""
+        return self.matrix.dequantise(dtype)
+
 
 def absent(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> nn.Parameter:
     """A parameter that has a shape, and NaN for every number."""

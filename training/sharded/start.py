@@ -205,16 +205,22 @@ def _inner(model: Any, recipe: Recipe) -> tuple[experts.Layer | None, Any]:
     shape = held.base.inventory.shape
     _, module = next(routed(model, recipe.model.family))
     whole = _Shapes(
-        absent((shape.experts, 2 * shape.intermediate, shape.hidden), torch.bfloat16, held.device), module.act_fn
+        absent((shape.experts, 2 * shape.intermediate, shape.hidden), torch.bfloat16, held.device),
+        module.act_fn,
+        shape.experts,
     )
     chosen = kernel_layer.best(whole, shape.experts_per_token, recipe.adapters.rank)
-    return (kernel_layer.KernelLayer(chosen.plan) if chosen.plan else None), chosen
+    # Beside fetching and unpacking a layer, making the copies anew costs nothing; kept, they are half of the masters' memory again.
+    return (kernel_layer.KernelLayer(chosen.plan, keep_copies=False) if chosen.plan else None), chosen
 
 
 @dataclass(frozen=True)
 class _Shapes:
+    """What `kernel_layer.best` asks of a layer's experts."""
+
     gate_up_proj: torch.Tensor
     act_fn: Callable[[torch.Tensor], torch.Tensor]
+    num_experts: int
 
 
 def from_cards(base: Base, ranks: Ranks, device: torch.device) -> Layers:

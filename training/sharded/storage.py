@@ -197,11 +197,14 @@ class SharedHost:
     def register(self) -> None:
         """Lock the pages and tell the driver, so that copies to this rank's card run at the bus's speed and beside its work: pageable memory does
         a tenth. HostMemoryError if the driver refuses. Every rank that copies calls it."""
-        code = torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), self.bytes, 0)
+        start = self._bytes.data_ptr()
+        code = torch.cuda.cudart().cudaHostRegister(start, self.bytes, 0)
         if int(code):
             raise HostMemoryError(
                 f"the driver does not lock {self.bytes / 1e9:.1f} GB of host memory (cudaHostRegister: error {int(code)}); want a box with the memory free and no lock limit (ulimit -l)"
             )
+        # Before the map goes: the driver would keep the pages, and refuse whatever is mapped at the same place later.
+        weakref.finalize(self, torch.cuda.cudart().cudaHostUnregister, start).atexit = False
 
 
 def open_shared_host(shape: ModelShape, ranks: Ranks, device: torch.device) -> SharedHost:

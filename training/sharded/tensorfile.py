@@ -105,6 +105,15 @@ class Writer:
         for start in range(0, tensor.shape[0], step):
             self._write(memoryview(_bytes(tensor[start : start + step])), place.offset + (first + start) * row)
 
+    def run(self, first: str, last: str, values: Tensor) -> None:
+        """Everything from one tensor to another, one behind the other as they were named to `create`."""
+        start, end = self._places[first], self._places[last]
+        whole = end.offset + end.bytes - start.offset
+        assert NAMES[values.dtype] == start.dtype and values.numel() * start.item_bytes == whole, (first, last, whole)
+        flat, step = values.flatten(), _WRITE_BYTES // start.item_bytes
+        for at in range(0, flat.numel(), step):
+            self._write(memoryview(_bytes(flat[at : at + step])), start.offset + at * start.item_bytes)
+
     def experts_fastest(self, name: str, first: int, experts: int, values: Tensor) -> None:
         """`values` [rows, n] as the experts from `first` on of a tensor that is, whatever its shape, [rows, experts] in memory. A stride, so it is
         written through a map of this tensor alone."""

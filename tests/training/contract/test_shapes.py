@@ -82,6 +82,10 @@ def test_any_other_model_is_an_estimate_of_about_its_size_that_says_so(size_gb: 
     shape = shape_of(model_of(size_gb))
     assert not shape.exact
     assert shape.parameters * 2 / 1e9 == pytest.approx(size_gb, rel=0.1)
+    widths = (shape.hidden, shape.intermediate, shape.head_dim, shape.key_head_dim, shape.shared_intermediate)
+    assert not any(width % 32 for width in widths), (
+        "no card's kernels take other widths, and a probe at this shape would blame the card"
+    )
 
 
 def test_the_text_part_of_a_multimodal_configuration_is_read() -> None:
