@@ -7,6 +7,7 @@ A new family declares, in one entry of `FAMILIES`:
   first, not transposed, no bias: that is the form `training.experts` computes;
 - its LoRA groups: for each the leaf names of its linears, the part of the module path that tells it from other groups with the same leaf names, and
   in which layers it stands. The groups are tried in the order given here, the first whose place fits wins;
+- the classes of its decoder layer and that layer's parts, for `training.lean`: what it computes differently there stays in the form of its authors;
 - how packed rows keep documents apart: `attention` (the mask follows position_ids) or `gated_delta_net` (a state and a convolution must be reset, too).
 
 A family is in when tests/training/test_packing.py and tests/oracle/test_stock_peft.py pass for it: both take every entry from here.
@@ -40,6 +41,25 @@ class Linears:
 
 
 @dataclass(frozen=True)
+class Layers:
+    """Classes of the decoder's modules, and the few facts in which families that compute alike differ."""
+
+    decoder_layer: str
+    norm: str
+    zero_centered_norm: bool
+    """The norm multiplies by 1 + weight, not by weight."""
+    attention: str
+    gated_attention: bool
+    """q_proj makes a query and a gate for each head."""
+    mlp: str
+    router: str
+    delta_net: str | None = None
+    gated_norm: str | None = None
+    mask_a_kind: bool = False
+    """The text model takes a dictionary of ready masks, one a kind of layer."""
+
+
+@dataclass(frozen=True)
 class Family:
     """One family of mixture-of-experts models."""
 
@@ -51,6 +71,7 @@ class Family:
     experts_class: str
     linears: Mapping[str, Linears]
     packing: Literal["gated_delta_net", "attention"]
+    layers: Layers
     routed: tuple[str, ...] = ROUTED
 
     @property
@@ -93,6 +114,18 @@ FAMILIES: Mapping[str, Family] = {
             "attention": Linears(("q_proj", "k_proj", "v_proj", "o_proj"), ".self_attn.", layer_type="full_attention"),
         },
         packing="gated_delta_net",
+        layers=Layers(
+            decoder_layer="Qwen3_5MoeDecoderLayer",
+            norm="Qwen3_5MoeRMSNorm",
+            zero_centered_norm=True,
+            attention="Qwen3_5MoeAttention",
+            gated_attention=True,
+            mlp="Qwen3_5MoeMLP",
+            router="Qwen3_5MoeTopKRouter",
+            delta_net="Qwen3_5MoeGatedDeltaNet",
+            gated_norm="Qwen3_5MoeRMSNormGated",
+            mask_a_kind=True,
+        ),
     ),
     "qwen3_moe": Family(
         model_type="qwen3_moe",
@@ -102,5 +135,14 @@ FAMILIES: Mapping[str, Family] = {
         experts_class="Qwen3MoeExperts",
         linears={"attention": Linears(("q_proj", "k_proj", "v_proj", "o_proj"), ".self_attn.")},
         packing="attention",
+        layers=Layers(
+            decoder_layer="Qwen3MoeDecoderLayer",
+            norm="Qwen3MoeRMSNorm",
+            zero_centered_norm=False,
+            attention="Qwen3MoeAttention",
+            gated_attention=False,
+            mlp="Qwen3MoeMLP",
+            router="Qwen3MoeTopKRouter",
+        ),
     ),
 }
