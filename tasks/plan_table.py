@@ -52,6 +52,8 @@ def facts(plan: Plan) -> list[str]:
         said.append(
             f"memory: {fit.needed_gb:.1f} of {fit.available_gb:.1f} GB{each} in phase {fit.phase} ({parts_sentence(fit)}){host}{guess}"
         )
+        if fit.recompute:
+            said.append("recompute: " + ", ".join(f"{policy} in {phase}" for phase, policy in fit.recompute.items()))
     said.append(f"{plan.found} offers found, {len(plan.offers)} pass every filter")
     return [*said, plan.advice] if plan.advice else said
 

@@ -1,4 +1,9 @@
-"""How fast is it? Two measurements, each with the check that makes it worth reading.
+"""How fast is it? Three measurements, each with the check that makes it worth reading.
+
+    python -m training.benchmark step --layers 40 --tokens 32768 --micro 4096 16384 --rank 32 --steps 3 --json OUT
+        A whole optimizer step of Qwen3.6-35B-A3B on this machine's card: stock transformers and PEFT, the experts in grouped products, and ours, each in
+        micro-batches of so many tokens; see `training.step_benchmark`. `--trainer` adds ours under TRL, `--only` takes ways by name, `--tiny` does it on
+        a CPU with small shapes.
 
     python -m training.benchmark layers --layers 4 --tokens 4096 --rank 32 --steps 10 --json OUT
         A few layers of Qwen3.6-35B-A3B's real shapes with random weights, on this machine's card: stock PEFT on transformers' grouped_mm, and
@@ -29,6 +34,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from training.contract.memory import POLICIES
 from training.contract.recipe import RecipeError
 
 SCHEMA = 1
@@ -39,6 +45,20 @@ _VERSIONS = ("torch", "triton", "transformers", "peft", "trl", "flash-linear-att
 # Loss (relative) and gradient (cosine a group) of two ways of the same sum. bf16 rounds, and now and then a token goes to its ninth expert.
 _TOLERANCE = {"float32": (1e-5, 0.9999), "bfloat16": (1e-3, 0.98)}
 _WARM_UP = 2
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+"""Sizes of `--tiny`."""
 
 
 class CannotMeasure(RuntimeError):
@@ -195,25 +215,12 @@ def _base(setting: Setting) -> Any:
 
     # Every fourth layer has full attention, as in the model; its own defaults are the 35B's.
     kinds = ["full_attention" if index % 4 == 3 else "linear_attention" for index in range(setting.layers)]
-    small = {
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "head_dim": 16,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 32,
-        "shared_expert_intermediate_size": 32,
-    }
     config = Qwen3_5MoeTextConfig(
         num_hidden_layers=setting.layers,
         layer_types=kinds,
         vocab_size=512 if setting.tiny else VOCABULARY,
         tie_word_embeddings=False,
-        **(small if setting.tiny else {}),
+        **(SMALL if setting.tiny else {}),
     )
     with torch.device(setting.device):
         model: Any = AutoModelForCausalLM.from_config(
@@ -350,6 +357,11 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
     gpu = document.get("gpu")
     where = f"{gpu['name']}, {gpu['memory_gb']} GB, CUDA {gpu['cuda']}" if gpu else f"CPU, {document['cpus']} cores"
     yield f"{where}; " + ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    if document["what"] == "step":
+        from training.step_benchmark import lines
+
+        yield from lines(document)
+        return
     if document["what"] == "cascade":
         yield f"cascade of {document['steps']} steps a phase: {document['cpu_s']} CPU-s on one thread ({document['wall_s']} s of wall time)"
         for name, facts in document["phases"].items():
@@ -392,14 +404,60 @@ def _cpu_s() -> dict[str, float]:
     return {name: sum(resource.getrusage(who)[:2]) for name, who in used.items()}
 
 
+def measure_step(options: argparse.Namespace) -> dict[str, Any]:
+    """The document that `--json` writes; progress goes to standard error."""
+    import torch
+
+    from training.step_benchmark import Setting as StepSetting
+    from training.step_benchmark import measure
+
+    if not options.tiny and not torch.cuda.is_available():
+        raise CannotMeasure("no CUDA card here; real shapes need one, `--tiny` shows that the benchmark itself works")
+    setting = StepSetting(
+        layers=options.layers or (4 if options.tiny else 40),
+        tokens=options.tokens or (96 if options.tiny else 32_768),
+        micro=tuple(options.micro or ((24, 48) if options.tiny else (4096, 16_384))),
+        rank=options.rank,
+        steps=options.steps or 3,
+        device="cpu" if options.tiny else "cuda",
+        dtype="float32" if options.tiny else "bfloat16",
+        tiny=options.tiny,
+        recompute=options.recompute,
+        peak_gb=options.peak_gb,
+        ways=tuple(options.only or ()),
+        trainer=options.trainer,
+        seconds=options.seconds,
+        check=not options.no_check,
+        profile=not options.no_profile,
+    )
+
+    def whole(found: dict[str, Any]) -> dict[str, Any]:
+        return {"schema": SCHEMA, "what": "step", **found, **machine()}
+
+    def keep(found: dict[str, Any]) -> None:
+        if options.json:
+            _write(options.json, whole(found))
+
+    return whole(measure(setting, tell=lambda line: print(line, file=sys.stderr, flush=True), keep=keep))
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
 def _setting(options: argparse.Namespace) -> Setting:
     if options.tiny:
-        return Setting(options.layers, options.tokens, options.rank, options.steps, "cpu", "float32", True)
+        return Setting(
+            options.layers or 4, options.tokens or 4096, options.rank, options.steps or 10, "cpu", "float32", True
+        )
     import torch
 
     if not torch.cuda.is_available():
         raise CannotMeasure("no CUDA card here; real shapes need one, `--tiny` shows that the benchmark itself works")
-    return Setting(options.layers, options.tokens, options.rank, options.steps, "cuda", "bfloat16", False)
+    return Setting(
+        options.layers or 4, options.tokens or 4096, options.rank, options.steps or 10, "cuda", "bfloat16", False
+    )
 
 
 def _layer(name: str) -> Any:
@@ -420,11 +478,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m training.benchmark", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("what", nargs="?", choices=("layers", "cascade"), default="layers")
-    parser.add_argument("--layers", type=_positive, default=4)
-    parser.add_argument("--tokens", type=_positive, default=4096, help=f"a step, in rows of up to {ROW_TOKENS}")
+    parser.add_argument("what", nargs="?", choices=("layers", "step", "cascade"), default="layers")
+    parser.add_argument("--layers", type=_positive, help="4, of a whole step 40")
+    parser.add_argument(
+        "--tokens", type=_positive, help=f"a step, in rows of up to {ROW_TOKENS}: 4,096, of a whole step 32,768"
+    )
     parser.add_argument("--rank", type=_positive, default=32)
-    parser.add_argument("--steps", type=_positive, default=10, help="that are timed; for the cascade, of each phase")
+    parser.add_argument(
+        "--steps", type=_positive, help="that are timed; for the cascade, of each phase: 10, of a whole step 3"
+    )
     parser.add_argument(
         "--layer", metavar="MODULE:NAME", help="another computation of the routed experts to hold against the stock one"
     )
@@ -432,21 +494,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--recipe", type=Path, default=Path(__file__).parent / "recipes" / "tiny-moe.yaml", help="of the cascade"
     )
+    whole = parser.add_argument_group("of a whole step")
+    whole.add_argument(
+        "--micro", type=_positive, nargs="+", metavar="TOKENS", help="of a micro-batch: what others do, what is best"
+    )
+    whole.add_argument(
+        "--only", nargs="+", metavar="WAY", help="ways by name: stock seed experts ours ours-packed portable"
+    )
+    whole.add_argument("--recompute", choices=("auto", *POLICIES), default="auto")
+    whole.add_argument("--peak-gb", type=float, default=125.0, help="what `--recompute auto` may take; 125")
+    whole.add_argument("--trainer", action="store_true", help="ours under TRL's SFTTrainer, too")
+    whole.add_argument("--seconds", type=float, default=float("inf"), help="after which no other way is begun")
+    whole.add_argument("--no-check", action="store_true", help="leave out the comparison with stock, and so the ratios")
+    whole.add_argument(
+        "--no-profile", action="store_true", help="leave out what needs a profiled micro-batch: busy share and parts"
+    )
     parser.add_argument("--json", type=Path, metavar="OUT")
     options = parser.parse_args(argv)
     try:
-        cascade = options.what == "cascade"
-        document = (
-            measure_cascade(options.steps, options.recipe)
-            if cascade
-            else measure_layers(_setting(options), _layer(options.layer) if options.layer else None)
-        )
+        if options.what == "cascade":
+            document = measure_cascade(options.steps or 10, options.recipe)
+        elif options.what == "step":
+            document = measure_step(options)
+        else:
+            document = measure_layers(_setting(options), _layer(options.layer) if options.layer else None)
     except (CannotMeasure, RecipeError) as error:
         print(f"benchmark: {error}", file=sys.stderr)
         return 2
     if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        _write(options.json, document)
     print("\n".join(_lines(document)))
     return 0 if document.get("complete", True) and document.get("check", {"passed": True})["passed"] else 1
 

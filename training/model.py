@@ -13,6 +13,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,18 @@ def attach(base: Any, recipe: Recipe, start: Path | None, layer: experts.Layer |
         on_packed.install(model, recipe, layer)
     else:
         experts.install(model, layer)
+        _install_lean(model)
     require_groups(model, recipe)
     return model
+
+
+def _install_lean(model: Any) -> None:
+    """`livery_lean` says what was found; see `training.lean.Installed`."""
+    if find_spec("triton") is None:  # there is none for macOS, where nothing but a rehearsal runs
+        return
+    from training import lean
+
+    model.livery_lean = lean.install(model)
 
 
 def lora_config(adapters: Adapters, family: str) -> LoraConfig:

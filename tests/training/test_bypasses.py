@@ -180,15 +180,25 @@ def the_experts_class_forward_is_replaced_before_attach(bench: Bench) -> None:
     bench.at("loaded", lambda _: bench.patch.setattr(Qwen3_5MoeExperts, "forward", unsloth_experts))
 
 
-@fault("static", GATE_UP, "fused_block", dead=ROUTED)
+@fault("static", GATE_UP, "fused_block")
 def the_block_class_forward_is_replaced(bench: Bench) -> None:
-    """The same import does this, too: the block no longer calls its experts, and nothing under them trains."""
+    """The same import does this, too. Ours stands on the instance and asks no class, so training would go on; whoever generates with a cache would not."""
     bench.at("attached", lambda _: bench.patch.setattr(Qwen3_5MoeSparseMoeBlock, "forward", fused_block))
 
 
 @fault("static", GATE_UP, "layers.1.mlp.forward")
 def one_block_has_a_forward_of_its_own(bench: Bench) -> None:
     bench.at("attached", lambda model: _bind(_layers(model)[1].mlp, fused_block))
+
+
+@fault("static", "linear_attention", "fused_mixer")
+def a_library_binds_its_forward_to_one_of_our_layers(bench: Bench) -> None:
+    bench.at("attached", lambda model: _bind(_layers(model)[0].linear_attn, fused_mixer))
+
+
+@fault("static", "attention", "is not training.lean's any more")
+def one_of_our_forwards_is_taken_away(bench: Bench) -> None:
+    bench.at("attached", lambda model: _layers(model)[-1].self_attn.__dict__.pop("forward"))
 
 
 @fault("static", DOWN, "liger_experts", dead=ROUTED)
@@ -688,6 +698,10 @@ def test_what_counts_as_dead_is_otherwise_alive(lab: Lab, tmp_path: Path, monkey
 
 def test_all_stages_have_a_fault_here() -> None:
     assert {fault.stage for fault in FAULTS} == set(get_args(Stage))
+
+
+def fused_mixer(self: Any, hidden_states: Tensor, **_: Any) -> Tensor:
+    return hidden_states
 
 
 def unsloth_experts(self: Any, hidden: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

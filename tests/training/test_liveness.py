@@ -19,7 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
 
 from tests.training.conftest import recipe_of
-from training import experts, liveness
+from training import experts, lean, liveness
 from training import tiny as tiny_world
 from training.contract.families import FAMILIES
 from training.liveness import Guard, LivenessError, static
@@ -225,10 +225,13 @@ def test_a_warm_up_whose_first_rate_is_zero_is_no_dead_optimizer(model: Any) -> 
     assert passed == ["step1", "step2"]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_each_layers_experts_must_run_as_often_as_the_micro_steps_demand(model: Any, checkpointing: bool) -> None:
+@pytest.mark.parametrize("checkpointing", ["", "ours", "transformers'"])
+def test_each_layers_experts_must_run_as_often_as_the_micro_steps_demand(model: Any, checkpointing: str) -> None:
     """Once a micro-step, and once more where the forward is computed again for the backward."""
-    if checkpointing:
+    if checkpointing == "ours":
+        lean.set_recompute(model.train(), "full")
+    elif checkpointing:
+        lean.remove(model)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.train()
     guard, optimizer = new_guard(), optimizer_of(model)
@@ -591,6 +594,12 @@ def test_a_server_must_answer_as_the_adapter_and_not_as_the_base(trained: Any, t
 def test_an_adapter_that_changes_nothing_makes_no_probe(model: Any) -> None:
     with pytest.raises(LivenessError, match="exactly as without it"):
         liveness.probe_of(model, IDS)
+    noisy = next(tensor for _, _, tensor in lora_tensors(model, "lora_B"))
+    with torch.no_grad():
+        noisy.normal_(0, 0.02)
+    scalings = [module.scaling["default"] for _, module in lora_layers(model)]
+    assert liveness.probe_of(model, IDS).distance > 0
+    assert [module.scaling["default"] for _, module in lora_layers(model)] == scalings
 
 
 @pytest.fixture

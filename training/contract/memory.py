@@ -1,17 +1,19 @@
 """What a run needs of its card, in GB (10^9 bytes), by arithmetic on the recipe and the model's shape; and what to change if it is too much.
 
 Where the numbers that are not counts come from: 8-bit AdamW state of 2.03 bytes a parameter was measured with torchao on LoRA-shaped tensors.
-The work of a layer was fitted to full-depth steps of Qwen3.6-35B-A3B on an H200 with per-layer recompute and factored experts: 3.2 GB above the
-static parts at 4,096 tokens a micro-batch, 9.8 GB at 16,384. The prefill of a generation is counted from `training.experts`, not measured.
+What a layer keeps and what it works with were fitted to full-depth steps of Qwen3.6-35B-A3B on an H200 with lean modules, in GB above the static parts
+at 4,096 / 8,192 / 16,384 tokens a micro-batch: full 1.7 / - / 5.5, experts_kept 5.3 / - / 18.8, mixer - / - / 27.2, none 18.3 / 35.6 / -.
+Grouped products, where a card takes no kernels of ours, work with more and make no copies of the adapters: 3.2 and 9.8 GB with whole layers recomputed.
+The prefill of a generation is counted from `kernels.moe_lora`, and on the CPU from `training.experts`, not measured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Literal
+from typing import Literal, get_args
 
 from training.contract.model import Frozen
-from training.contract.recipe import GrpoPhase, KtoPhase, Phase, Recipe
+from training.contract.recipe import GrpoPhase, KtoPhase, Phase, Recipe, Recompute
 from training.contract.shapes import ModelShape
 
 # The adapters are fp32 whatever the base: in bf16 most updates vanish at learning rates of 1e-5 and below.
@@ -20,12 +22,22 @@ OPTIMIZER_B = {"adamw_8bit": 2.03, "adamw": 8.0}
 CONTEXT_GB = 1.5
 USABLE = 0.97
 """Of a card's memory; the rest is the allocator's fragmentation and the driver's part."""
-# Bytes that a layer holds while it is recomputed and differentiated, in units of the widths of its products in the model's dtype.
-_WORK = 2.8
-# The same for a forward without gradients: sorted rows, both products of the experts and the weighted sum stand at once.
-_FORWARD_WORK = 1.5
-# TRL's fused head computes logits and their gradient in fp32 tiles of so many tokens by so much of the vocabulary.
-_TILE_TOKENS, _TILE_VOCABULARY = 4096, 32_768
+POLICIES: tuple[Recompute, ...] = get_args(Recompute)
+"""From the fastest, which keeps everything, to the one that keeps least."""
+# Numbers that a layer holds while it is recomputed and differentiated, in units of the widths of its products.
+_WORK = 1.28
+# Numbers that a token mixer keeps for its backward pass, in units of its widths.
+_MIXER_KEPT = 1.865
+# What a layer keeps on the CPU, in plain torch, in units of the widths of its products.
+_PLAIN_WORK = 2.8
+# What `auto` takes instead of `full` must leave so much of its activations free: the fit is good to 5 %, and a card that runs full loses the step.
+_MARGIN = 0.15
+# The kernels compute with copies of the adapters in bf16.
+_COPY_B = 2.0
+# A forward without gradients: what stands at once of a layer, in the same units; on the CPU the sorted rows, both products and their sum.
+_FORWARD_WORK, _PLAIN_FORWARD_WORK = 0.6, 1.5
+# The head makes the logits of so many tokens at a time, in the model's dtype, and turns them into their gradient in place.
+_HEAD_TOKENS = 2048
 _GB = 1e9
 
 
@@ -46,27 +58,45 @@ class MemoryPlan(Frozen):
     """How a 4-bit base is held; see `training.contract.quantised`. None: the base is not quantised."""
     host_gb: float | None = None
     """Host memory that a 4-bit base takes of the whole box."""
+    recompute: dict[str, Recompute] = {}
+    """By phase, what of each layer its backward pass computes again. Empty for a base in 4 bits, whose layers are always recomputed."""
 
 
 def plan_memory(recipe: Recipe, shape: ModelShape, available_gb: float) -> MemoryPlan:
-    """The hungriest phase of `recipe` against the `available_gb` of its card."""
-    name, parts = max(
-        ((phase.name, parts) for phase in recipe.phases for parts in moments(recipe, phase, shape)),
-        key=lambda found: sum(found[1].values()),
-    )
+    """The hungriest phase of `recipe` against the `available_gb` of its card, with the recompute policies that it has room for."""
+    phase = max(recipe.phases, key=lambda each: _peak(moments(recipe, each, shape)))
+    policies = {each.name: recompute_for(recipe, each, shape, available_gb) for each in recipe.phases}
+    parts = max(moments(recipe, phase, shape, policies[phase.name]), key=lambda found: sum(found.values()))
     needed = sum(parts.values())
     return MemoryPlan(
-        phase=name,
+        phase=phase.name,
         needed_gb=round(needed, 2),
         available_gb=round(available_gb, 2),
         fits=needed <= available_gb,
         parts={part: round(gb, 2) for part, gb in parts.items()},
         exact=shape.exact,
+        recompute=policies,
     )
 
 
-def moments(recipe: Recipe, phase: Phase, shape: ModelShape) -> Iterator[dict[str, float]]:
-    """GB by part at each moment of a phase that may be its hungriest: the backward pass and, for GRPO, the prefill of a generation."""
+def recompute_for(recipe: Recipe, phase: Phase, shape: ModelShape, available_gb: float) -> Recompute:
+    """The recipe's word; where that is `auto`, the fastest policy whose training fits `available_gb` with a margin, at worst `full`. On the CPU `none`."""
+    if recipe.recompute != "auto":
+        return recipe.recompute
+    if recipe.box.device != "cuda":
+        return "none"
+    for policy in POLICIES[:-1]:
+        parts = next(moments(recipe, phase, shape, policy))
+        if sum(parts.values()) + _MARGIN * parts["activations"] <= available_gb:
+            return policy
+    return "full"
+
+
+def moments(
+    recipe: Recipe, phase: Phase, shape: ModelShape, recompute: Recompute | None = None
+) -> Iterator[dict[str, float]]:
+    """GB by part at each moment of a phase that may be its hungriest: the backward pass first and, for GRPO, the prefill of a generation. Without
+    `recompute` by the recipe's word, where that is `auto` by the policy that takes least."""
     adapters = adapter_parameters(recipe, shape)
     parts = {
         "base": shape.parameters * shape.bytes_per_weight(recipe.model.dtype) / _GB,
@@ -75,9 +105,12 @@ def moments(recipe: Recipe, phase: Phase, shape: ModelShape) -> Iterator[dict[st
     }
     if recipe.box.device == "cuda":
         parts["context"] = CONTEXT_GB
+        if recipe.model.dtype == "bfloat16":
+            parts["copies"] = adapters * _COPY_B / _GB
     if isinstance(phase, GrpoPhase) and phase.beta > 0:
         parts["reference adapter"] = parts["adapters"]
-    yield {**parts, "gradients": adapters * GRADIENT_B / _GB, **_backward(recipe, phase, shape)}
+    policy = recompute or ("full" if recipe.recompute == "auto" else recipe.recompute)
+    yield {**parts, "gradients": adapters * GRADIENT_B / _GB, **_backward(recipe, phase, shape, policy)}
     if isinstance(phase, GrpoPhase):
         # Gradients are freed before the next step's completions are generated.
         yield {**parts, **_generation(recipe, phase, shape)}
@@ -103,17 +136,32 @@ def suggest(recipe: Recipe, shape: ModelShape, tiers: Mapping[str, float]) -> st
     return f"box.tier {larger[0][1]}: {needed:.1f} of its {larger[0][0]:.1f} GB" if larger else None
 
 
-def _backward(recipe: Recipe, phase: Phase, shape: ModelShape) -> dict[str, float]:
-    """Activations of one micro-batch, and the head's tiles."""
+def _backward(recipe: Recipe, phase: Phase, shape: ModelShape, policy: Recompute) -> dict[str, float]:
+    """Activations of one micro-batch, and what the head needs above them."""
     # DPO runs chosen and rejected in one batch of twice the rows.
     rows = phase.batch_size * (2 if phase.kind == "dpo" else 1)
     tokens = rows * (phase.max_length + (phase.max_completion_length if isinstance(phase, GrpoPhase) else 0))
     width_b = shape.bytes_per_weight(recipe.model.dtype)
-    # On a card each layer keeps its input and is recomputed; on the CPU every layer keeps its work.
-    at_work = 1 if recipe.box.device == "cuda" else shape.layers
-    kept = shape.layers * shape.hidden + at_work * _WORK * layer_widths(shape)
-    tile = min(tokens, _TILE_TOKENS) * min(shape.vocabulary, _TILE_VOCABULARY)
-    return {"activations": tokens * kept * width_b / _GB, "logits": 2 * 4 * tile / _GB}
+    work = tokens * _WORK * layer_widths(shape) * width_b
+    kept = shape.layers * tokens * _kept(recipe, shape, policy) * width_b
+    head = (min(tokens, _HEAD_TOKENS) * shape.vocabulary + tokens * shape.hidden) * width_b
+    # Either the head is at work or a layer.
+    return {"activations": (kept + work) / _GB, "logits": max(0.0, head - work) / _GB}
+
+
+def _kept(recipe: Recipe, shape: ModelShape, policy: Recompute) -> float:
+    """Numbers a token that one layer keeps from its forward to its backward pass."""
+    if recipe.box.device != "cuda" and policy == "none":
+        return shape.hidden + _PLAIN_WORK * layer_widths(shape)
+    if policy == "full":
+        return shape.hidden
+    # Gate and up of every routed row, and what goes in.
+    experts = shape.hidden + 2 * shape.experts_per_token * shape.intermediate
+    if policy == "experts_kept":
+        return shape.hidden + experts
+    # Norms, router and shared expert keep about three widths more.
+    rest = 4 * shape.hidden + experts
+    return rest if policy == "mixer" else rest + _MIXER_KEPT * _mixer_widths(shape)
 
 
 def _generation(recipe: Recipe, phase: GrpoPhase, shape: ModelShape) -> dict[str, float]:
@@ -122,7 +170,8 @@ def _generation(recipe: Recipe, phase: GrpoPhase, shape: ModelShape) -> dict[str
     width_b = shape.bytes_per_weight(recipe.model.dtype)
     keys_values = shape.attention_layers * 2 * shape.kv_heads * shape.head_dim * width_b
     states = shape.linear_layers * shape.value_heads * shape.key_head_dim * shape.value_head_dim * 4
-    prompts = rows * phase.max_length * (shape.hidden + _FORWARD_WORK * layer_widths(shape)) * width_b
+    work = (_FORWARD_WORK if recipe.box.device == "cuda" else _PLAIN_FORWARD_WORK) * layer_widths(shape)
+    prompts = rows * phase.max_length * (shape.hidden + work) * width_b
     return {
         "generation caches": rows * ((phase.max_length + phase.max_completion_length) * keys_values + states) / _GB,
         "prompts": prompts / _GB,
@@ -133,20 +182,24 @@ def layer_widths(shape: ModelShape) -> int:
     """Numbers a token that the products of one layer take and make: its routed experts, the shared one, the wider mixer."""
     routed = shape.experts_per_token * (2 * shape.hidden + 3 * shape.intermediate)
     shared = 3 * shape.shared_intermediate + shape.hidden if shape.shared_intermediate else 0
+    return routed + shared + _mixer_widths(shape)
+
+
+def _mixer_widths(shape: ModelShape) -> int:
     attention = (shape.heads * (3 if shape.gated_query else 2) + 2 * shape.kv_heads) * shape.head_dim
     linear = 2 * shape.key_width + 3 * shape.value_width if shape.linear_layers else 0
-    return routed + shared + max(attention, linear) + shape.hidden
+    return max(attention, linear) + shape.hidden
+
+
+def _peak(found: Iterator[dict[str, float]]) -> float:
+    return max(sum(parts.values()) for parts in found)
 
 
 def _changes(recipe: Recipe, shape: ModelShape, available_gb: float) -> Iterator[tuple[str, Recipe]]:
     """One change at a time, the least harmful first. Phases that fit are left as they are."""
     if recipe.optimizer != "adamw_8bit":
         yield "optimizer: adamw_8bit", recipe.model_copy(update={"optimizer": "adamw_8bit"})
-    tight = {
-        phase.name
-        for phase in recipe.phases
-        if any(sum(parts.values()) > available_gb for parts in moments(recipe, phase, shape))
-    }
+    tight = {phase.name for phase in recipe.phases if _peak(moments(recipe, phase, shape)) > available_gb}
     for change in (_half_batch, _half_generation, _half_length):
         phases, words = _changed(recipe, tight, change)
         if words:

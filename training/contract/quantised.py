@@ -36,6 +36,8 @@ _WORK = 1.7
 _HEAD_TOKENS = 1024
 """Tokens whose logits exist at a time, in fp32 with their gradient: 2.5 copies."""
 _PREFETCHED_LAYERS = 2
+_UNKNOWN = 0.1
+"""Share by which a card's memory may turn out more than planned."""
 _RANK_HOST_GB = 2.4
 """Of a process: 2.2 measured, and the reader's pinned buffers."""
 _SYSTEM_GB = 2.0
@@ -88,6 +90,8 @@ class Option:
     host_gb: float
     step_s: dict[str, float]
     refusals: tuple[str, ...]
+    staying_layers: int = 0
+    """Of the layers in host memory, those that also lie on each card, as far as it has room: they need not be sent."""
 
     @property
     def needed_gb(self) -> float:
@@ -212,6 +216,8 @@ def lines(plan: QuantisedPlan) -> list[str]:
             verdict += ", and cannot be chosen yet"
         said.append(f"{option.strategy}: {option.needed_gb:.1f} GB a card, {option.host_gb:.1f} GB host: {verdict}")
         said += [f"  {where(option.strategy, box.gpus)}", f"  card: {parts}", f"  {steps}"]
+        if option.staying_layers:
+            said.append(f"  {option.staying_layers} layers stay on the card besides")
     if plan.chosen is None:
         said += [f"refused: {reason}" for reason in plan.refusals]
         return said + [f"would fit: {change}" for change in plan.would_fit]
@@ -270,11 +276,18 @@ def _option(way: Strategy, recipe: Recipe, shape: ModelShape, hardware: Hardware
         refusals.append(f"{host:.1f} GB of host memory, the box has {hardware.host_gb:.1f}")
     if way == "expert_parallel" and hardware.gpus == 1:
         refusals.append("one card has nobody to send tokens to")
+    stay = _staying(sum(card.values()), shape, hardware) if way == "host" and recipe.box.device == "cuda" else 0
     steps = {
-        phase.name: phase.accumulation / hardware.gpus * _micro_batch_s(way, recipe, shape, phase, hardware)
+        phase.name: phase.accumulation / hardware.gpus * _micro_batch_s(way, recipe, shape, phase, hardware, stay)
         for phase in recipe.phases
     }
-    return Option(way, card, host, steps, tuple(refusals))
+    return Option(way, card, host, steps, tuple(refusals), stay)
+
+
+def _staying(needed_gb: float, shape: ModelShape, hardware: Hardware) -> int:
+    """Whole layers that fit beside everything else, with a margin for what the arithmetic does not know."""
+    spare_gb = hardware.usable_gb - (1 + _UNKNOWN) * needed_gb
+    return max(0, min(shape.layers, int(spare_gb * 1e9 / (shape.expert_parameters * NF4_B / shape.layers))))
 
 
 def _card_gb(way: Strategy, recipe: Recipe, shape: ModelShape, gpus: int, tokens: int) -> dict[str, float]:
@@ -304,7 +317,9 @@ def _card_gb(way: Strategy, recipe: Recipe, shape: ModelShape, gpus: int, tokens
     return {part: size / 1e9 for part, size in parts.items()}
 
 
-def _micro_batch_s(way: Strategy, recipe: Recipe, shape: ModelShape, phase: Phase, hardware: Hardware) -> float:
+def _micro_batch_s(
+    way: Strategy, recipe: Recipe, shape: ModelShape, phase: Phase, hardware: Hardware, stay: int
+) -> float:
     """Seconds of one micro-batch on every card at once."""
     tokens, gpus = micro_batch_tokens(phase), hardware.gpus
     flops = token_flops(shape, recipe.adapters, phase.max_length).total
@@ -317,7 +332,7 @@ def _micro_batch_s(way: Strategy, recipe: Recipe, shape: ModelShape, phase: Phas
         moved = _MOVED_TOKENS * tokens * (gpus - 1) * shape.layers * shape.hidden * width_b
         return computing + moved / (hardware.link_gbs * 1e9)
     if way == "host":
-        moving = layers_b / (hardware.host_gbs * 1e9)
+        moving = layers_b * (1 - stay / shape.layers) / (hardware.host_gbs * 1e9)
     else:
         moving = layers_b * (gpus - 1) / gpus / (hardware.link_gbs * 1e9)
     return max(computing, moving) + _SERIAL * min(computing, moving)

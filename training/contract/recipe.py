@@ -20,6 +20,8 @@ Tier = Literal["rtxpro6000", "h200", "b200", "h100", "a100", "l40s", "rtx5090", 
 Quantisation = Literal["none", "nf4"]
 Linears = Literal["nf4", "bf16"]
 Execution = Literal["auto", "host", "all_gather"]
+Recompute = Literal["none", "mixer", "experts_kept", "full"]
+"""What of each layer is computed again in the backward pass: nothing; the token mixer; all but the routed experts; the whole layer."""
 STREAMED_PHASES = ("cpt", "sft", "dpo", "kto")
 """What a 4-bit base can be trained by: GRPO generates, which asks every layer for a few tokens at a time, and over a streamed base that takes days."""
 Allowance = Literal["slow_experts", "unpacked", "fewer_groups", "light_checkpoints"]
@@ -286,6 +288,9 @@ class Recipe(Frozen):
     """With the counting trainer: what each of its checkpoints has, 0.26 unless said; a real one's size follows from its adapters."""
     optimizer: Literal["adamw_8bit", "adamw"] = "adamw_8bit"
     """State of 2.03 bytes a parameter, or of 8 in fp32. With fp32 state a rank-32 adapter of all experts does not fit 96 GB beside the 35B."""
+    recompute: Literal["auto", "none", "mixer", "experts_kept", "full"] = "auto"
+    """What of each layer is computed again in the backward pass rather than kept: `none`, the token `mixer`, all with the routed `experts_kept`, or the
+    `full` layer. Each is slower than the one before and takes less memory; `auto` is the fastest that fits the card, which the plan prints."""
     trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """Where the steps are shown besides the events file, which stays the truth. Each needs its package on the box; wandb its key in the settings."""
     seed: int = 0
@@ -318,6 +323,10 @@ class Recipe(Frozen):
         if strange := [group for group in self.adapters.groups if group not in known]:
             raise ValueError(
                 f"adapters.groups: {self.model.family} has no {' and no '.join(strange)}; name some of {', '.join(known)}"
+            )
+        if self.recompute != "auto" and self.model.quantisation != "none":
+            raise ValueError(
+                f"recompute: {self.recompute}, but layers of a 4-bit base are always recomputed whole; want auto, or model.quantisation: none"
             )
         self._require_trainable_cards()
         return self

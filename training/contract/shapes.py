@@ -225,7 +225,7 @@ def shape_of(model: Model) -> ModelShape:
         "shared_intermediate",
     )
     # In whole steps, as real ones are: no kernel takes a width of 61, and a probe at that shape would blame the card.
-    scaled = {name: _stepped(value * scale) for name in widths if (value := getattr(nearest, name))}
+    scaled: dict[str, Any] = {name: _stepped(value * scale) for name in widths if (value := getattr(nearest, name))}
     hidden = [scaled["hidden"] + steps * _WIDTH_STEP for steps in range(-4, 5)]
     candidates = [replace(nearest, exact=False, **scaled | {"hidden": each}) for each in hidden if each > 0]
     return min(candidates, key=lambda shape: abs(shape.parameters - size))

@@ -147,6 +147,8 @@ def faults(model: Any) -> Iterator[Fault]:
         forward = module.__dict__.get("forward")
         if ".layers." in name and forward is not None and not _is_ours(forward):
             yield Fault(f"{name}.forward was replaced", family.group_of(name), name, who(forward))
+    for name, cause in _lean_replaced(model).items():
+        yield Fault(f"{name}.forward is not training.lean's any more", family.group_of(name), name, cause)
 
 
 def blocks(model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -174,13 +176,19 @@ def likely_cause(model: Any, group: str) -> str:
     return "unknown: no replaced forward was found; see whether the block above calls this module at all"
 
 
+def recompute_of(layer: nn.Module) -> str | None:
+    """What a decoder layer of ours computes again in its backward pass; None for a layer of transformers'."""
+    lean = sys.modules.get("training.lean")
+    return None if lean is None else lean.recompute_of(layer)  # type: ignore[no-any-return]
+
+
 def _block_faults(name: str, block: Any, family: Family, modeling: ModuleType) -> Iterator[Fault]:
     group = family.routed_groups()[0]
     if (type(block).__module__, type(block).__name__) != (family.modeling, family.block_class):
         yield Fault(f"{name} is a {_class(block)}, want {family.block_class}", group, name, _class(block))
     elif _file(type(block).forward) != modeling.__file__:
         yield Fault(f"{family.block_class}.forward was replaced", group, name, who(type(block).forward))
-    if "forward" in block.__dict__:
+    if "forward" in block.__dict__ and not _is_ours(block.forward):
         yield Fault(f"{name}.forward was replaced", group, name, who(block.forward))
     wrappers = list(experts.chain(block.experts))
     base = wrappers[-1].base_layer if wrappers else block.experts
@@ -236,7 +244,15 @@ def group_of(family: Family, name: str, module: Any) -> str:
 
 
 def _is_ours(forward: Any) -> bool:
-    return getattr(forward, "__func__", None) is experts._forward
+    if getattr(forward, "__func__", None) is experts._forward:
+        return True
+    lean = sys.modules.get("training.lean")  # never imported, it is installed nowhere; it needs triton
+    return lean is not None and bool(lean.is_ours(forward))
+
+
+def _lean_replaced(model: Any) -> dict[str, str]:
+    lean = sys.modules.get("training.lean")
+    return {} if lean is None else lean.replaced(model)  # type: ignore[no-any-return]
 
 
 def _is_dispatcher(forward: Any) -> bool:

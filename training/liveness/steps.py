@@ -17,7 +17,7 @@ from training import experts, parts
 from training.errors import LivenessError, Stage
 from training.liveness.reading import require_reading
 from training.liveness.rollouts import Rollouts
-from training.liveness.static import likely_cause, require_static
+from training.liveness.static import likely_cause, recompute_of, require_static
 from training.model import all_lora_tensors, lora_tensors
 
 _NOISE = 0.05
@@ -247,9 +247,12 @@ class Guard(TrainerCallback):
     def _require_calls(self, model: Any, args: Any, step: int) -> None:
         """Every layer's experts ran with the adapter for each micro-step, and once more where the forward is computed again for the backward.
         More is well: GRPO's and KTO's methods run the model on other rows, too."""
-        wanted = (self._micro_steps + 1) * (2 if getattr(args, "gradient_checkpointing", False) else 1)
-        counts = experts.calls(model, "trained")
+        counts, modules = experts.calls(model, "trained"), dict(model.named_modules())
         for name, before in self._before_step.items():
+            # A layer of ours recomputes by its own policy, whatever the trainer's arguments say.
+            policy = recompute_of(modules.get(name.rpartition(".mlp.")[0], model))
+            twice = getattr(args, "gradient_checkpointing", False) if policy is None else policy == "full"
+            wanted = (self._micro_steps + 1) * (2 if twice else 1)
             seen = counts.get(name, before) - before
             if seen < wanted:
                 raise LivenessError(

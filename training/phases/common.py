@@ -6,6 +6,7 @@ even when training goes on from a checkpoint; built from the checkpoint, the ref
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,10 @@ from transformers import PrinterCallback
 from training import experts, liveness, packing
 from training.checkpoint import ADAPTER_FILES
 from training.contract.layout import PROBE
-from training.contract.recipe import GrpoPhase
+from training.contract.memory import USABLE, recompute_for
+from training.contract.recipe import GrpoPhase, Recompute
 from training.contract.rows import Row, read_rows
+from training.contract.shapes import ShapeError, read_shape, shape_of
 from training.data import Prepared
 from training.errors import ModelError, Stage
 from training.model import ADAPTER, attach, expected_counts, load_base, load_tokenizer, release, require_groups
@@ -38,6 +41,8 @@ class Setting:
     tokenizer: Any
     rows: Sequence[Row]
     packed: bool
+    checkpointing: bool = True
+    """On a card, whether transformers recomputes the layers: those that are ours recompute themselves."""
 
     def arguments(self) -> dict[str, Any]:
         """Trainer arguments that all phases share."""
@@ -56,8 +61,8 @@ class Setting:
             "optim": _OPTIMIZERS[desk.assignment.recipe.optimizer],
             "bf16": cuda,
             "use_cpu": not cuda,
-            "gradient_checkpointing": cuda,
-            "gradient_checkpointing_kwargs": {"use_reentrant": False} if cuda else None,
+            "gradient_checkpointing": cuda and self.checkpointing,
+            "gradient_checkpointing_kwargs": {"use_reentrant": False} if cuda and self.checkpointing else None,
             "dataloader_pin_memory": cuda,
             "logging_steps": 1,
             "logging_nan_inf_filter": False,  # it would show a NaN as a loss of 0.0
@@ -104,16 +109,21 @@ def _train(desk: Desk, prepare: Prepare, build: Build, packed: bool) -> Path:
     sample = _sample(tokenizer, rows, model)
     groups = _require_alive(model, desk, sample)
     _require_fast_paths(desk, model)
+    _set_recompute(desk, model)
     start = desk.start or _save_fresh(model, desk)
     before, base = liveness.group_states(model), liveness.base_sums(model)
     packed = packed and _packing_holds(model, desk)
 
     desk.clear(desk.output)
-    trainer = build(Setting(desk, model, tokenizer, rows, packed), prepared)
+    trainer = build(Setting(desk, model, tokenizer, rows, packed, checkpointing=not _is_whole(model)), prepared)
     if held:
         from training.sharded.trainer import adapt
 
         adapt(trainer, recipe)
+    if getattr(model, "livery_lean", None) is not None:
+        from training.phases import lean_trainer  # it needs triton, as the layers do
+
+        lean_trainer.adapt(trainer)
     trainer.remove_callback(PrinterCallback)  # the events say it
     liveness.require_arguments(trainer.args, desk.phase)
     guard = _guard(desk, trainer, groups)
@@ -216,6 +226,46 @@ def _require_fast_paths(desk: Desk, model: Any) -> None:
         if "slow_experts" not in recipe.allow:
             raise ModelError(f"{reason}; write `allow: [slow_experts]` in the recipe to accept slower kernels")
         desk.notice("slow path", reason)
+
+
+def _is_whole(model: Any) -> bool:
+    """Whether every layer is ours."""
+    found = getattr(model, "livery_lean", None)
+    return found is not None and found.whole
+
+
+def _set_recompute(desk: Desk, model: Any) -> None:
+    """Have each layer that is ours recompute what the recipe says or, as in the plan, what this card's memory leaves no room for."""
+    found = getattr(model, "livery_lean", None)
+    if found is None:
+        return
+    if found.left:
+        reasons: dict[str, int] = Counter(found.left.values())
+        desk.notice("left stock", "; ".join(f"{count} modules: {reason}" for reason, count in reasons.items()))
+    from training import lean
+
+    policy, why = _policy(desk, model)
+    lean.set_recompute(model, policy)
+    desk.notice("recompute", f"{policy}: {why}", routine=True)
+
+
+def _policy(desk: Desk, model: Any) -> tuple[Recompute, str]:
+    recipe = desk.assignment.recipe
+    if recipe.recompute != "auto":
+        return recipe.recompute, "the recipe's word"
+    if recipe.box.device != "cuda":
+        return "none", "on a CPU"
+    if recipe.model.quantisation != "none":
+        return "full", "layers of a base in 4 bits are always recomputed whole"
+    chosen = experts.choice(model)
+    if not _is_whole(model) or chosen is None or chosen.plan is None:
+        return "full", "what is not computed by our own kernels keeps more than the plan counts"
+    try:
+        shape = read_shape((desk.home.model / "config.json").read_bytes())
+    except (OSError, ShapeError):
+        shape = shape_of(recipe.model)
+    gb = torch.cuda.get_device_properties(next(model.parameters()).device).total_memory / 1e9
+    return recompute_for(recipe, desk.phase, shape, gb * USABLE), f"the fastest that fits {gb:.1f} GB"
 
 
 def _sample(tokenizer: Any, rows: Sequence[Row], model: Any) -> torch.Tensor:

@@ -47,7 +47,8 @@ class TokenCount:
         if ids is None or not torch.is_grad_enabled() or not model.training:
             return
         self._rows += ids.shape[0]
-        self._tokens.append(mask.sum() if mask is not None else ids.numel())
+        # Where packed rows need no mask, there may be one `None` a kind of layer.
+        self._tokens.append(mask.sum() if isinstance(mask, torch.Tensor) and mask.dim() == 2 else ids.numel())
 
 
 class Reporter(TrainerCallback):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import shutil
@@ -34,12 +35,13 @@ from peft import get_peft_model
 from transformers import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
-from training import launch, parts
+from training import launch, lean, parts
 from training.benchmark import CannotMeasure, machine
 from training.contract.manifest import RESUME
 from training.contract.recipe import Recipe, parse_recipe
 from training.contract.shapes import QWEN3_235B, QWEN36_35B, ModelShape
 from training.model import lora_config, lora_tensors
+from training.phases.lean_trainer import install_head
 from training.sharded import adapters, resume, stand_in, start
 from training.sharded.company import Company
 from training.sharded.loader import load
@@ -82,6 +84,8 @@ class Setting:
     optimizer: str
     ways: tuple[str, ...]
     host_layers: int
+    stay: tuple[int, ...]
+    """Layers that stay on the card where the rest comes from host memory: for each size, or for all."""
     cap_gib: float
     stand_in: bool
     save: bool
@@ -129,6 +133,8 @@ class _Bench:
         self.setting, self.ranks, self.device = setting, ranks, device
         self.recipe = recipe_of(setting, ranks.size)
         self._dtype = getattr(torch, self.recipe.model.dtype)
+        self._whole: list[Any] = []
+        self._staying = 0
         self.held: Any = self._hold(self.ways()[0])
         self._trainer: Any = None
         self._model: tuple[str, Any] | None = None
@@ -140,6 +146,7 @@ class _Bench:
     def step(self, way: str, tokens: int) -> dict[str, Any]:
         """Seconds of an optimizer step of so many tokens a card, and what it took."""
         self.clear()
+        stay = self._let_stay(tokens) if way == "host" and self._whole else 0
         model = self._model_of(way)
         cuda = self.device.type == "cuda"
         if cuda:
@@ -152,6 +159,7 @@ class _Bench:
         return {
             "way": way,
             "tokens_a_card": tokens,
+            "layers_staying": stay,
             "step_s": round(middle, 4),
             "step_s_all": [round(each, 4) for each in seconds],
             "tokens_per_s": round(tokens * self.ranks.size / middle, 1),
@@ -171,6 +179,16 @@ class _Bench:
             self._model = way, self._fresh(self.held, self.setting.shape)
         self._model[1].zero_grad(set_to_none=True)
         return self._model[1]
+
+    def _let_stay(self, tokens: int) -> int:
+        """How many layers stay on the card at this size, and have them there."""
+        stay = dict(zip(self.setting.tokens, itertools.cycle(self.setting.stay or (0,)), strict=False))[tokens]
+        if stay != self._staying:
+            self.held.layers = from_host(self._whole, self.setting.shape, self.device, stay)
+            self._staying = stay
+            if self._model:
+                start.run(self._model[1], self.recipe)
+        return stay
 
     def saved(self) -> dict[str, Any]:
         """The last model's adapter and resume file: seconds, bytes, and what the host's memory grew by at most."""
@@ -248,6 +266,7 @@ class _Bench:
     def let_go(self) -> None:
         """Of the measured base: two do not fit."""
         self.held = self._model = None
+        self._whole = []
         self.clear()
 
     def stand_in(self) -> dict[str, Any]:
@@ -281,6 +300,7 @@ class _Bench:
             base = random_base(shape, *place, self._dtype)
             return Held(base, *place, start.from_cards(base, *place), "measured")
         base, host, whole = random_host_base(shape, self.setting.host_layers or shape.layers, *place, self._dtype)
+        self._whole = whole
         return Held(base, *place, from_host(whole, shape, self.device), "measured", host)
 
     def _fresh(self, held: Any, shape: ModelShape) -> Any:
@@ -290,6 +310,7 @@ class _Bench:
         model = get_peft_model(bare, lora_config(self.recipe.adapters, shape.family))
         start.begin_adapters(model, self.recipe)
         start.install(model, self.recipe)
+        lean.set_recompute(model, "full")
         # What every process has whole must be the same on all.
         alike, own = (torch.Generator(self.device).manual_seed(seed) for seed in (0, 1 + self.ranks.rank))
         with torch.no_grad():
@@ -353,7 +374,7 @@ def _train(
             optim="adamw_torch_8bit" if recipe.optimizer == "adamw_8bit" else "adamw_torch_fused",
             bf16=cuda,
             use_cpu=not cuda,
-            gradient_checkpointing=True,
+            gradient_checkpointing=not model.livery_lean.whole,
             gradient_checkpointing_kwargs={"use_reentrant": False},
             dataloader_pin_memory=cuda,
             logging_steps=1,
@@ -367,6 +388,7 @@ def _train(
         rows_of = Dataset.from_dict({"input_ids": ids})
         trainer = SFTTrainer(model, args=arguments, train_dataset=rows_of, processing_class=tokenizer)
         adapt(trainer, recipe)
+        install_head(trainer.model.get_base_model())
         trainer.remove_callback(PrinterCallback)
         clock = _Clock()
         trainer.add_callback(clock)
@@ -429,7 +451,7 @@ def _step_line(found: dict[str, Any]) -> str:
         return head + f"does not fit ({found['out_of_memory']})"
     return head + (
         f"{found['step_s']:.3f} s a step, {found['tokens_per_s']:,.0f} tok/s, {found['layer_ms']:.1f} ms a layer, "
-        f"peak {found['peak_gib']:.2f} GiB, loss {found['loss']:.4f}, {found['unforeseen']} of {found['asked']} layers not sent for in time"
+        f"{found['layers_staying']} layers staying, peak {found['peak_gib']:.2f} GiB, loss {found['loss']:.4f}, {found['unforeseen']} of {found['asked']} layers not sent for in time"
     )
 
 
@@ -471,6 +493,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--layers", type=int, help="fewer than the model has")
     parser.add_argument("--optimizer", choices=("adamw", "adamw_8bit"), default="adamw")
     parser.add_argument("--host-layers", type=int, default=0, help="distinct layers in host memory; 0: all")
+    parser.add_argument("--stay", nargs="*", type=int, default=[], help="layers that stay on the card, for each size")
     parser.add_argument("--cap-gib", type=float, default=0.0, help="of each card's memory, as a smaller card has it")
     parser.add_argument("--stand-in", action="store_true", help="also per-module pageable offload")
     parser.add_argument("--load-layers", type=int, default=0, help="also write and load a checkpoint of so many layers")
@@ -497,6 +520,7 @@ def _setting(options: argparse.Namespace) -> Setting:
         optimizer=options.optimizer,
         ways=tuple(options.ways),
         host_layers=options.host_layers,
+        stay=tuple(options.stay),
         cap_gib=options.cap_gib,
         stand_in=options.stand_in,
         save=options.save,

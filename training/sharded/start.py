@@ -86,7 +86,7 @@ def load_quantised(path: Path, recipe: Recipe, *, ranks: Ranks, device: torch.de
     config = AutoConfig.from_pretrained(path)
     model = assemble(held.base, config, family=recipe.model.family, dtype=dtype, device=device)
     model.livery_held = held
-    _run(model, recipe, None)
+    run(model, recipe)
     return model
 
 
@@ -123,12 +123,20 @@ def _mark_parts(model: Any, held: Held) -> None:
 
 
 def install(model: Any, recipe: Recipe, layer: experts.Layer | None = None) -> None:
-    """Give every layer's routed experts their forward: what is best on this card, on weights unpacked for the call. Collective."""
+    """Give every layer's routed experts their forward, what is best on this card, on weights unpacked for the call; and all around them ours.
+    Collective."""
     experts.install(model, layer or experts.GROUPED)
-    _run(model, recipe, layer)
+    run(model, recipe, layer)
+    from training import lean  # it needs triton, which a machine without a card may lack
+
+    model.livery_lean = lean.install(model)
+    if model.livery_held.device.type == "cuda":
+        # Kept, what one layer unpacks would be kept of all.
+        lean.set_recompute(model, "full")
 
 
-def _run(model: Any, recipe: Recipe, layer: experts.Layer | None) -> None:
+def run(model: Any, recipe: Recipe, layer: experts.Layer | None = None) -> None:
+    """Let the routed experts of a model that `install` has seen run on the layers that its base has now. Collective."""
     held: Held = model.livery_held
     inner, choice = (layer, None) if layer else _inner(model, recipe)
     run_experts(model, held.layers, inner or experts.GROUPED, held.base, held.ranks, recipe.model.family)
@@ -154,7 +162,10 @@ def _load(path: Path, recipe: Recipe, ranks: Ranks, device: torch.device) -> Hel
     base = load(path, into=whole, **options)
     if device.type == "cuda":
         host.register()
-    return Held(base, ranks, device, from_host(whole, inventory.shape, device), reason, host)
+    stay = _staying(inventory, recipe, ranks, device)
+    if stay:
+        reason += f"; {stay} of {len(whole)} layers stay on the card"
+    return Held(base, ranks, device, from_host(whole, inventory.shape, device, stay), reason, host)
 
 
 def choose(inventory: Inventory, recipe: Recipe, ranks: Ranks, device: torch.device) -> tuple[Way, str]:
@@ -175,6 +186,14 @@ def choose(inventory: Inventory, recipe: Recipe, ranks: Ranks, device: torch.dev
         f", {hardware.link_gbs:.0f} GB/s between cards" if ranks.size > 1 else ""
     )
     return ("host" if found.chosen.strategy == "host" else cards), f"the fastest that fits ({measured})"
+
+
+def _staying(inventory: Inventory, recipe: Recipe, ranks: Ranks, device: torch.device) -> int:
+    """Layers for which the card has room besides. Collective."""
+    if device.type != "cuda":
+        return 0
+    found = plan(inventory, recipe, _hardware(recipe, ranks, device))
+    return next((option.staying_layers for option in found.options if option.strategy == "host"), 0)
 
 
 def _hardware(recipe: Recipe, ranks: Ranks, device: torch.device) -> Hardware:

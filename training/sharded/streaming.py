@@ -7,7 +7,7 @@ stream fills them from pinned host memory, or a gathering of every card's own ex
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -52,10 +52,20 @@ class _Place:
 
 
 class Ahead:
-    """Layers that are brought to the card before they are asked for."""
+    """Layers that are brought to the card before they are asked for, but for those that `stay` there."""
 
-    def __init__(self, way: str, count: int, fill: Fill, shape: ModelShape, device: torch.device) -> None:
-        self.way, self._count, self._fill = way, count, fill
+    def __init__(
+        self,
+        way: str,
+        count: int,
+        fill: Fill,
+        shape: ModelShape,
+        device: torch.device,
+        stay: Mapping[int, LayerExperts] | None = None,
+    ) -> None:
+        self.way, self._count, self._fill, self._stay = way, count, fill, stay or {}
+        moving = [index for index in range(count) if index not in self._stay]
+        self._turn = {index: turn for turn, index in enumerate(moving)}
         self._places = [_Place(empty_layer(shape, 0, shape.experts, device)) for _ in range(PLACES)]
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last = -1
@@ -64,8 +74,12 @@ class Ahead:
 
     @contextlib.contextmanager
     def use(self, index: int) -> Iterator[LayerExperts]:
-        place = self._place(index)
         self.asked += 1
+        if index in self._stay:
+            self._foresee(index)
+            yield self._stay[index]
+            return
+        place = self._place(index)
         if place.holds != index:
             self.unforeseen += 1
             self._bring(index)
@@ -82,8 +96,11 @@ class Ahead:
         """Down where the last layer asked for was this one or one above, else up; from the first, up: nothing comes after it the other way."""
         down = 0 < index <= self._last
         self._last = index
-        coming = index - 1 if down else index + 1
-        if coming < self._count and self._place(coming).holds != coming:
+        step = -1 if down else 1
+        coming = index + step
+        while coming in self._stay:
+            coming += step
+        if 0 <= coming < self._count and self._place(coming).holds != coming:
             self._bring(coming)
 
     def _bring(self, index: int) -> None:
@@ -99,17 +116,23 @@ class Ahead:
             place.arrived = self._stream.record_event()
 
     def _place(self, index: int) -> _Place:
-        return self._places[index % PLACES]
+        return self._places[self._turn[index] % PLACES]
 
 
-def from_host(layers: Sequence[LayerExperts], shape: ModelShape, device: torch.device) -> Ahead:
-    """Layers copied from host memory, which must be pinned for the copies to run beside the work (`SharedHost.register`)."""
+def from_host(layers: Sequence[LayerExperts], shape: ModelShape, device: torch.device, stay: int = 0) -> Ahead:
+    """Layers copied from host memory, which must be pinned for the copies to run beside the work (`SharedHost.register`). So many of them `stay` on
+    the card, evenly spread: where the bus is slower than the work, a step is so much shorter."""
 
     def fill(index: int, place: LayerExperts) -> None:
         for there, here in zip(place.buffers, layers[index].buffers, strict=True):
             there.copy_(here, non_blocking=True)
 
-    return Ahead("host", len(layers), fill, shape, device)
+    kept = {}
+    for turn in range(stay):
+        index = turn * len(layers) // stay
+        kept[index] = empty_layer(shape, 0, shape.experts, device)
+        fill(index, kept[index])
+    return Ahead("host", len(layers), fill, shape, device, kept)
 
 
 def gathered(mine: Sequence[LayerExperts], shape: ModelShape, ranks: Ranks, device: torch.device) -> Ahead:

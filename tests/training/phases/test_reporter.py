@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from training.phases.reporter import TokenCount
 class Counted(nn.Module):
     """Takes what a language model takes."""
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, input_ids: torch.Tensor, attention_mask: Any = None) -> torch.Tensor:
         return input_ids
 
 
@@ -29,7 +30,8 @@ def test_padding_is_no_token_and_every_micro_batch_counts(watched: tuple[Counted
     ids = torch.zeros(2, 5, dtype=torch.long)
     model(input_ids=ids, attention_mask=torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]))
     model(input_ids=ids[:1], attention_mask=None)  # a packed row has no padding and no mask
-    assert count.take() == (12, 3)
+    model(input_ids=ids[:1], attention_mask={"full_attention": None, "linear_attention": None})  # nor on a card
+    assert count.take() == (17, 4)
     assert count.take() == (0, 0), "each step counts its own"
 
 

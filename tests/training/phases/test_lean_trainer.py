@@ -1,0 +1,238 @@
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import TrainerCallback
+from trl import SFTConfig, SFTTrainer
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.training.conftest import recipe_of
+from training import packing
+from training.model import attach, load_base, load_tokenizer, lora_tensors
+from training.phases import lean_trainer
+
+OUTPUTS = ("log_probs", "entropy", "is_top1", "mean_logits")
+
+
+@pytest.fixture(scope="module")
+def world() -> Any:
+    from training import tiny
+
+    return tiny.make_model(96, 1, 0).requires_grad_(False)
+
+
+def with_heads(model: Any, labelled_only: bool = False, **asked: Any) -> tuple[Any, Any]:
+    """The same model twice: with TRL's head, and with ours put on it."""
+    pair = copy.deepcopy(model), copy.deepcopy(model)
+    for each in pair:
+        add_fused_lm_head(each, **{"outputs": OUTPUTS, **asked})
+        each.model.embed_tokens.weight.requires_grad_(True)  # something whose gradient tells of every hidden state
+    lean_trainer.install_head(pair[1], labelled_only=labelled_only)
+    return pair
+
+
+def rows(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 96, (3, 17), generator=generator)
+    labels = ids.clone()
+    labels[torch.rand(ids.shape, generator=generator) < 0.3] = -100
+    return {"input_ids": ids, "labels": labels, "use_cache": False}
+
+
+@pytest.mark.parametrize("labelled_only", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("shifted", [False, True])
+def test_our_head_gives_what_trls_gives(world: Any, temperature: float, shifted: bool, labelled_only: bool) -> None:
+    given = rows()
+    if shifted:
+        given = {"shift_labels" if name == "labels" else name: value for name, value in given.items()}
+    weights = torch.rand(3, 17 if shifted else 16, generator=torch.Generator().manual_seed(1))
+    seen = []
+    for model in with_heads(world, labelled_only, temperature=temperature):
+        out = model(**given, num_items_in_batch=torch.tensor(7), fused_lm_head=True)
+        (out.log_probs * weights).sum().backward()
+        seen.append((out, model.model.embed_tokens.weight.grad))
+    (theirs, their_grad), (ours, our_grad) = seen
+    for name in (*OUTPUTS, "loss", "label_mask"):
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-6, check_dtype=False)
+    assert ours.is_top1.dtype == ours.label_mask.dtype == torch.bool
+    torch.testing.assert_close(our_grad, their_grad, rtol=1e-4, atol=1e-6)
+    assert their_grad.abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("labelled_only", [False, True])
+def test_a_batch_without_a_label_gives_zeros_and_a_zero_gradient(world: Any, labelled_only: bool) -> None:
+    _, model = with_heads(world, labelled_only)
+    given = rows() | {"labels": torch.full((3, 17), -100)}
+    out = model(**given, fused_lm_head=True)
+    out.loss.backward()
+    assert float(out.loss) == 0.0 and not out.label_mask.any() and not out.is_top1.any()
+    assert float(model.model.embed_tokens.weight.grad.abs().max()) == 0.0
+
+
+def test_without_the_heads_word_the_forward_is_the_models_own(world: Any) -> None:
+    _, ours = with_heads(world)
+    given = rows()
+    torch.testing.assert_close(ours(**given).logits, world(**given).logits, rtol=0, atol=0)
+
+
+def test_what_the_head_does_not_give_is_refused_by_name(world: Any) -> None:
+    model = copy.deepcopy(world)
+    with pytest.raises(ValueError, match=r"want TRL's fused head"):
+        lean_trainer.install_head(model)
+    add_fused_lm_head(model, outputs=("log_probs", "log_sum_sq_probs"))
+    with pytest.raises(ValueError, match=r"TRL asks the head for log_sum_sq_probs; it gives entropy, is_top1"):
+        lean_trainer.install_head(model)
+    model = copy.deepcopy(world)
+    add_fused_lm_head(model, cast_lm_head_to_fp32=True)
+    with pytest.raises(ValueError, match=r"cast_lm_head_to_fp32 True"):
+        lean_trainer.install_head(model)
+    model = copy.deepcopy(world)
+    model.lm_head.weight.requires_grad_(True)
+    add_fused_lm_head(model)
+    with pytest.raises(ValueError, match=r"a weight that trains"):
+        lean_trainer.install_head(model)
+
+
+class Seen(TrainerCallback):
+    """The gradient that each step would take, and what it logged."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.logs: list[dict[str, Any]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        trained = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+        self.gradients.append(trained)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+def supervised(tiny: Path, into: Path, *, ours: bool, batch: int, accumulation: int, packed: bool = False) -> Seen:
+    """One optimizer step over four rows of different lengths."""
+    recipe = recipe_of("tiny-moe")
+    packing.install()
+    model = attach(load_base(tiny / "model", recipe), recipe, None)
+    with torch.no_grad():
+        for _, _, tensor in lora_tensors(model, "lora_B"):
+            tensor.normal_(0, 0.05, generator=torch.Generator().manual_seed(tensor.numel()))
+    texts = [" ".join(["weather in Paris"] * n) for n in (1, 9, 3, 6)]
+    arguments = SFTConfig(
+        output_dir=str(into),
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        max_steps=1,
+        max_grad_norm=0.0,
+        max_length=256,
+        packing=packed,
+        packing_strategy="bfd_split",
+        dataset_text_field="text",
+        router_aux_loss_coef=0.0,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    seen = Seen()
+    trainer = SFTTrainer(
+        model,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"text": texts}),
+        processing_class=load_tokenizer(tiny / "model"),
+        callbacks=[seen],
+    )
+    if ours:
+        lean_trainer.adapt(trainer)
+    trainer.train()
+    return seen
+
+
+def require_same_step(one: Seen, other: Seen) -> None:
+    (first,), (second,) = one.gradients, other.gradients
+    assert first.keys() == second.keys() and len(first) > 20
+    for name, gradient in first.items():
+        torch.testing.assert_close(
+            gradient, second[name], rtol=2e-3, atol=2e-6, msg=lambda said, n=name: f"{n}: {said}"
+        )
+    assert one.logs[0]["loss"] == pytest.approx(other.logs[0]["loss"], rel=1e-4)
+
+
+@pytest.mark.train
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_supervised_step_is_trls_own_with_its_metrics(tiny: Path, tmp_path: Path, packed: bool) -> None:
+    theirs, ours = (
+        supervised(tiny, tmp_path / str(mine), ours=mine, batch=2, accumulation=1 if packed else 2, packed=packed)
+        for mine in (False, True)
+    )
+    require_same_step(theirs, ours)
+    for name in ("entropy", "mean_token_accuracy", "num_tokens"):
+        assert ours.logs[0][name] == pytest.approx(theirs.logs[0][name], rel=1e-4), name
+        assert isinstance(ours.logs[0][name], (int, float))
+    assert ours.logs[0]["num_tokens"] > 20
+
+
+@pytest.mark.train
+def test_every_split_of_a_step_into_micro_batches_is_the_same_step(tiny: Path, tmp_path: Path) -> None:
+    """Rows have different lengths, so the mean of the micro-batches' means would be another step."""
+    whole, *split = (
+        supervised(tiny, tmp_path / str(batch), ours=True, batch=batch, accumulation=4 // batch) for batch in (4, 2, 1)
+    )
+    for each in split:
+        require_same_step(whole, each)
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for a card: numbers read back and shapes that depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name in ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero"):
+            self.seen.append(name)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_micro_batch_reads_nothing_back(world: Any) -> None:
+    """The head and the loss around it; what the layers do is theirs."""
+    _, model = with_heads(world)
+    given = rows()
+    hidden = model.model(input_ids=given["input_ids"], use_cache=False)
+    model.model.forward = lambda **_: hidden
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(loss_type="nll", average_tokens_across_devices=True),
+        label_smoother=None,
+        compute_loss_func=None,
+        accelerator=SimpleNamespace(num_processes=1),
+        model=model,
+        compute_loss=None,
+        log=lambda *_: None,
+        data_collator=None,
+        _metrics={"train": defaultdict(list)},
+        _total_train_tokens=0,
+    )
+    supervised_loss = lean_trainer._Supervised(trainer)
+    inputs = {name: given[name] for name in ("input_ids", "labels")} | {"attention_mask": torch.ones(3, 17)}
+    with Reads() as reads:
+        loss = supervised_loss.compute_loss(model, inputs, num_items_in_batch=torch.tensor(30))
+    assert reads.seen == [] and loss.requires_grad
+    with Reads() as reads:
+        float(loss.detach())
+    assert reads.seen == ["_local_scalar_dense"], "a read would have been seen"
+    trainer.log({})
+    assert trainer._total_train_tokens == 51
+    assert isinstance(trainer._metrics["train"]["entropy"][0], float)
