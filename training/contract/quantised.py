@@ -1,10 +1,10 @@
 """What a 4-bit base takes of a box, how it would run there and how long that is: by arithmetic on the recipe and the model's shape. No card is asked.
 
-Measured, on H200s with the real shapes of Qwen3-235B-A22B at full depth (random weights, rank 16, fp32 AdamW, rows of 4,096 tokens):
-peak GB 52.8, 58.1 and 68.1 for 4k, 8k and 16k tokens on each of four cards with the experts spread over them, 98.5 at 8k on each of two, 57.2 and 62.7
-at 8k and 16k on one with the experts in host memory. Seconds a layer: see `_COMPUTE_TFLOPS` and `_SERIAL`. The memory below is within 3 % of all six and
-the time within 15 % of thirteen layer times. What was not measured is arithmetic: other cards by their peak rate, other models by their shape.
-The execution measured was a prototype's; `training/RESULTS.md` has what this one does.
+Measured, on H200s with the real shapes of Qwen3-235B-A22B at full depth (random weights, rank 16, fp32 AdamW, rows of 4,096 tokens). Of this program
+(`training/RESULTS.md`): peak GB 63.0 at 16k tokens on one card with the experts in host memory, 106.0 at 8k on each of two that gather; 34.0 ms a layer
+there. Of a prototype: peak GB 52.8, 58.1 and 68.1 for 4k, 8k and 16k on each of four cards with tokens sent to the experts, 98.5 at 8k on each of two,
+57.2 and 62.7 at 8k and 16k on one; thirteen layer times. The memory below is within 3 % of all eight, the time within 15 % of all. What was not measured
+is arithmetic: other cards by their peak rate, other models by their shape.
 
 GB are 10^9 bytes.
 """
@@ -43,9 +43,9 @@ _RANK_HOST_GB = 2.4
 _SYSTEM_GB = 2.0
 _FETCHES = 2
 """A layer's weights are wanted in the forward pass and, recomputed, in the backward pass."""
-# Useful arithmetic (recomputing not counted) on an H200 outside of waiting: 37.8 and 82.0 ms a layer of 8k and 16k tokens of the 235B. The gated delta
-# net's layers, as transformers has them, are bound by memory: 3.65 s for 32,768 tokens of the 35B in two micro-batches.
-_COMPUTE_TFLOPS = {"attention": 235.0, "gated_delta_net": 122.0}
+# Useful arithmetic (recomputing not counted) on an H200 outside of waiting: 34.0 ms a layer of 8k tokens of the 235B, 4.5 of them hidden transfers. That
+# of the gated delta net is of transformers' own layers, 3.65 s for 32,768 tokens of the 35B in two micro-batches; ours are faster, and not yet measured.
+_COMPUTE_TFLOPS = {"attention": 260.0, "gated_delta_net": 122.0}
 _LAYER_S = 0.021
 """No layer is faster: its kernels are launched one by one. 22 ms at 2k tokens of the 235B, 21.6 at 4k of the 35B."""
 # Of the shorter of computing and moving, what is not hidden behind the longer: 55.6 ms where the copies take 49.5 and the arithmetic 38.
@@ -92,6 +92,8 @@ class Option:
     refusals: tuple[str, ...]
     staying_layers: int = 0
     """Of the layers in host memory, those that also lie on each card, as far as it has room: they need not be sent."""
+    inputs_in_host: bool = False
+    """What the recomputed layers start from waits in host memory, because the card has no room for it."""
 
     @property
     def needed_gb(self) -> float:
@@ -218,6 +220,8 @@ def lines(plan: QuantisedPlan) -> list[str]:
         said += [f"  {where(option.strategy, box.gpus)}", f"  card: {parts}", f"  {steps}"]
         if option.staying_layers:
             said.append(f"  {option.staying_layers} layers stay on the card besides")
+        if option.inputs_in_host:
+            said.append("  what the layers are recomputed from waits in host memory")
     if plan.chosen is None:
         said += [f"refused: {reason}" for reason in plan.refusals]
         return said + [f"would fit: {change}" for change in plan.would_fit]
@@ -265,10 +269,14 @@ def _impossible(recipe: Recipe, shape: ModelShape, hardware: Hardware) -> tuple[
 
 def _option(way: Strategy, recipe: Recipe, shape: ModelShape, hardware: Hardware) -> Option:
     tokens = micro_batch_tokens(hungriest(recipe))
-    card = _card_gb(way, recipe, shape, hardware.gpus, tokens)
+    card, away = _card_gb(way, recipe, shape, hardware.gpus, tokens), False
+    if sum(card.values()) > hardware.usable_gb and way in BUILT and recipe.box.device == "cuda":
+        card, away = _card_gb(way, recipe, shape, hardware.gpus, tokens, inputs_away=True), True
     base = shape.expert_parameters * NF4_B / 1e9 if way == "host" else 0.0
     # Without a card there is one memory, which the parts above are held against.
     host = base + (hardware.gpus * _RANK_HOST_GB + _SYSTEM_GB if recipe.box.device == "cuda" else 0.0)
+    if away:
+        host += hardware.gpus * shape.layers * _input_b(recipe, shape, tokens) / 1e9
     refusals = []
     if (needed := sum(card.values())) > hardware.usable_gb:
         refusals.append(f"{needed:.1f} GB a card, {hardware.usable_gb:.1f} of {hardware.gpu_gb:.1f} are for use")
@@ -281,7 +289,7 @@ def _option(way: Strategy, recipe: Recipe, shape: ModelShape, hardware: Hardware
         phase.name: phase.accumulation / hardware.gpus * _micro_batch_s(way, recipe, shape, phase, hardware, stay)
         for phase in recipe.phases
     }
-    return Option(way, card, host, steps, tuple(refusals), stay)
+    return Option(way, card, host, steps, tuple(refusals), stay, inputs_in_host=away)
 
 
 def _staying(needed_gb: float, shape: ModelShape, hardware: Hardware) -> int:
@@ -290,7 +298,14 @@ def _staying(needed_gb: float, shape: ModelShape, hardware: Hardware) -> int:
     return max(0, min(shape.layers, int(spare_gb * 1e9 / (shape.expert_parameters * NF4_B / shape.layers))))
 
 
-def _card_gb(way: Strategy, recipe: Recipe, shape: ModelShape, gpus: int, tokens: int) -> dict[str, float]:
+def _input_b(recipe: Recipe, shape: ModelShape, tokens: int) -> float:
+    """Of one layer."""
+    return tokens * shape.hidden * shape.bytes_per_weight(recipe.model.dtype)
+
+
+def _card_gb(
+    way: Strategy, recipe: Recipe, shape: ModelShape, gpus: int, tokens: int, inputs_away: bool = False
+) -> dict[str, float]:
     """GB by part at the hungriest moment of the backward pass. Layer inputs are freed while gradients come, so the larger of both counts; and either
     a layer is at work or the head."""
     width_b = shape.bytes_per_weight(recipe.model.dtype)
@@ -298,7 +313,8 @@ def _card_gb(way: Strategy, recipe: Recipe, shape: ModelShape, gpus: int, tokens
     counts = shape.lora_parameters(recipe.adapters)
     routed = counts.pop("routed_experts", 0)
     adapters = routed / gpus + sum(counts.values())
-    inputs = shape.layers * tokens * shape.hidden * width_b
+    # Away, there are the one at work, the one coming back and the one before it, which goes when its successor has come.
+    inputs = (3 if inputs_away else shape.layers) * _input_b(recipe, shape, tokens)
     layer = experts / shape.layers
     # Gathered or copied, a whole layer is unpacked; sent tokens, or alone, the card's own part.
     whole = 1 if way != "expert_parallel" else gpus

@@ -8,8 +8,8 @@ that a library which later replaces a class does not touch it.
     set_recompute(model, "mixer")
 
 handover.py (to the stock forward), linears.py (PEFT's LoRA as projections), segments.py (packed documents), attention.py, delta_net.py, blocks.py
-(norms, MLP, router, sparse block), layers.py (the decoder layer and its recomputation), install.py, rule_check.py (the delta rule's
-kernel on this card).
+(norms, MLP, router, sparse block), layers.py (the decoder layer and its recomputation), host_inputs.py (what that starts from), install.py,
+rule_check.py (the delta rule's kernel on this card).
 """
 
 from training.lean.install import (
@@ -17,6 +17,7 @@ from training.lean.install import (
     handed_over,
     install,
     is_ours,
+    keep_inputs,
     recompute_of,
     remove,
     replaced,
@@ -31,6 +32,7 @@ __all__ = [
     "handed_over",
     "install",
     "is_ours",
+    "keep_inputs",
     "recompute_of",
     "remove",
     "replaced",

@@ -15,6 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from training.contract.families import FAMILIES, Family
 from training.experts import who
 from training.lean import attention, blocks, delta_net, layers
+from training.lean.host_inputs import HostInputs
 from training.lean.linears import Inputs
 
 _MARKS = (
@@ -23,6 +24,7 @@ _MARKS = (
     "livery_zero_centered",
     "livery_gated",
     "livery_recompute",
+    "livery_home",
     "livery_random",
 )
 
@@ -121,6 +123,12 @@ def set_recompute(model: nn.Module, policy: str) -> None:
         module.livery_recompute = policy
 
 
+def keep_inputs(model: nn.Module, home: HostInputs | None) -> None:
+    """Let what the layers start from, when they compute again, wait in `home`; None: on the card."""
+    for module in _decoder_layers(model):
+        module.livery_home = home
+
+
 def recompute_of(model: nn.Module) -> str | None:
     """The policy, or None where no layer is ours."""
     return next((module.livery_recompute for module in _decoder_layers(model)), None)
@@ -163,7 +171,7 @@ def _put(module: Any, kind: Kind, inputs: dict[str, Inputs], family: Family) -> 
     module.livery_inputs, module.livery_handed_over = inputs, 0
     module.livery_zero_centered, module.livery_gated = family.layers.zero_centered_norm, family.layers.gated_attention
     if kind.name == "decoder_layer":
-        module.livery_recompute = "none"
+        module.livery_recompute, module.livery_home = "none", None
     module.forward = types.MethodType(kind.forward, module)
 
 

@@ -5,6 +5,7 @@ Shape letters: T tokens, H hidden.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -82,7 +83,8 @@ def _all_but_experts_again(self: Any, hidden: Tensor, options: dict[str, Any]) -
 
 
 def _again(self: Any, part: Callable[[Tensor], Any], hidden: Tensor) -> Any:
-    return checkpoint(part, hidden, use_reentrant=False, preserve_rng_state=self.livery_random)
+    with self.livery_home.keeping() if self.livery_home else contextlib.nullcontext():
+        return checkpoint(part, hidden, use_reentrant=False, preserve_rng_state=self.livery_random)
 
 
 def _is_lean(module: Any, function: Any) -> bool:

@@ -40,6 +40,7 @@ from training.benchmark import CannotMeasure, machine
 from training.contract.manifest import RESUME
 from training.contract.recipe import Recipe, parse_recipe
 from training.contract.shapes import QWEN3_235B, QWEN36_35B, ModelShape
+from training.lean.host_inputs import HostInputs
 from training.model import lora_config, lora_tensors
 from training.phases.lean_trainer import install_head
 from training.sharded import adapters, resume, stand_in, start
@@ -87,6 +88,7 @@ class Setting:
     stay: tuple[int, ...]
     """Layers that stay on the card where the rest comes from host memory: for each size, or for all."""
     cap_gib: float
+    inputs_in_host: bool
     stand_in: bool
     save: bool
     load_layers: int
@@ -135,6 +137,7 @@ class _Bench:
         self._dtype = getattr(torch, self.recipe.model.dtype)
         self._whole: list[Any] = []
         self._staying = 0
+        self._home = HostInputs(device) if setting.inputs_in_host else None
         self.held: Any = self._hold(self.ways()[0])
         self._trainer: Any = None
         self._model: tuple[str, Any] | None = None
@@ -160,6 +163,7 @@ class _Bench:
             "way": way,
             "tokens_a_card": tokens,
             "layers_staying": stay,
+            "inputs_in_host_gb": round(self._home.bytes / 1e9, 2) if self._home else 0.0,
             "step_s": round(middle, 4),
             "step_s_all": [round(each, 4) for each in seconds],
             "tokens_per_s": round(tokens * self.ranks.size / middle, 1),
@@ -311,6 +315,7 @@ class _Bench:
         start.begin_adapters(model, self.recipe)
         start.install(model, self.recipe)
         lean.set_recompute(model, "full")
+        lean.keep_inputs(model, self._home)
         # What every process has whole must be the same on all.
         alike, own = (torch.Generator(self.device).manual_seed(seed) for seed in (0, 1 + self.ranks.rank))
         with torch.no_grad():
@@ -494,6 +499,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--optimizer", choices=("adamw", "adamw_8bit"), default="adamw")
     parser.add_argument("--host-layers", type=int, default=0, help="distinct layers in host memory; 0: all")
     parser.add_argument("--stay", nargs="*", type=int, default=[], help="layers that stay on the card, for each size")
+    parser.add_argument(
+        "--inputs-in-host", action="store_true", help="what layers are recomputed from waits in host memory"
+    )
     parser.add_argument("--cap-gib", type=float, default=0.0, help="of each card's memory, as a smaller card has it")
     parser.add_argument("--stand-in", action="store_true", help="also per-module pageable offload")
     parser.add_argument("--load-layers", type=int, default=0, help="also write and load a checkpoint of so many layers")
@@ -522,6 +530,7 @@ def _setting(options: argparse.Namespace) -> Setting:
         host_layers=options.host_layers,
         stay=tuple(options.stay),
         cap_gib=options.cap_gib,
+        inputs_in_host=options.inputs_in_host,
         stand_in=options.stand_in,
         save=options.save,
         load_layers=options.load_layers,

@@ -17,10 +17,11 @@ import torch
 from transformers import AutoConfig
 
 from training import experts, parts
-from training.contract.quantised import Hardware, hardware_of
+from training.contract.quantised import Hardware, Option, Strategy, hardware_of
 from training.contract.recipe import Recipe
 from training.errors import ModelError
 from training.experts import ADAPTER
+from training.lean.host_inputs import HostInputs
 from training.model import lora_tensors
 from training.sharded import links
 from training.sharded.host_memory import available_bytes
@@ -47,6 +48,8 @@ class Held:
     reason: str
     """Why they do it this way."""
     host: SharedHost | None = None
+    home: HostInputs | None = None
+    """Where the layers' inputs wait for the backward pass, if not on the card."""
 
     def lines(self) -> list[str]:
         return [*self.base.report.lines(), f"experts: {self.layers.way}, {self.reason}"]
@@ -133,6 +136,7 @@ def install(model: Any, recipe: Recipe, layer: experts.Layer | None = None) -> N
     if model.livery_held.device.type == "cuda":
         # Kept, what one layer unpacks would be kept of all.
         lean.set_recompute(model, "full")
+        lean.keep_inputs(model, model.livery_held.home)
 
 
 def run(model: Any, recipe: Recipe, layer: experts.Layer | None = None) -> None:
@@ -154,18 +158,22 @@ def _load(path: Path, recipe: Recipe, ranks: Ranks, device: torch.device) -> Hel
         "linears": recipe.model.linears,
         "use_cache": recipe.model.nf4_cache,
     }
+    planned = _planned(inventory, recipe, ranks, device, "host" if way == "host" else "all_gather")
+    home = None
+    if planned and planned.inputs_in_host:
+        home, reason = HostInputs(device), f"{reason}; layers' inputs wait in host memory"
     if way != "host":
         base = load(path, **options)
-        return Held(base, ranks, device, from_cards(base, ranks, device), reason)
+        return Held(base, ranks, device, from_cards(base, ranks, device), reason, home=home)
     host = open_shared_host(inventory.shape, ranks, device)
     whole = list(host.layers())
     base = load(path, into=whole, **options)
     if device.type == "cuda":
         host.register()
-    stay = _staying(inventory, recipe, ranks, device)
+    stay = planned.staying_layers if planned else 0
     if stay:
         reason += f"; {stay} of {len(whole)} layers stay on the card"
-    return Held(base, ranks, device, from_host(whole, inventory.shape, device, stay), reason, host)
+    return Held(base, ranks, device, from_host(whole, inventory.shape, device, stay), reason, host, home)
 
 
 def choose(inventory: Inventory, recipe: Recipe, ranks: Ranks, device: torch.device) -> tuple[Way, str]:
@@ -188,12 +196,14 @@ def choose(inventory: Inventory, recipe: Recipe, ranks: Ranks, device: torch.dev
     return ("host" if found.chosen.strategy == "host" else cards), f"the fastest that fits ({measured})"
 
 
-def _staying(inventory: Inventory, recipe: Recipe, ranks: Ranks, device: torch.device) -> int:
-    """Layers for which the card has room besides. Collective."""
+def _planned(
+    inventory: Inventory, recipe: Recipe, ranks: Ranks, device: torch.device, strategy: Strategy
+) -> Option | None:
+    """What the plan says of this way on these cards; None without a card. Collective."""
     if device.type != "cuda":
-        return 0
+        return None
     found = plan(inventory, recipe, _hardware(recipe, ranks, device))
-    return next((option.staying_layers for option in found.options if option.strategy == "host"), 0)
+    return next((option for option in found.options if option.strategy == strategy), None)
 
 
 def _hardware(recipe: Recipe, ranks: Ranks, device: torch.device) -> Hardware:
