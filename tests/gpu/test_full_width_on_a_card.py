@@ -106,3 +106,35 @@ def test_ten_steps_learn_and_are_timed(run: CardRun) -> None:
         print(phase, "last step", steps[-1].model_dump_json())
         assert len(steps) == 10 and steps[-1].loss < steps[0].loss
     print("dpo/kto first rewards", [e.metrics for e in run.of("step") if e.phase in ("dpo", "kto") and e.step == 1])
+
+
+def test_fifty_packed_steps_go_on_after_a_lost_box(tmp_path: Path, world: Path) -> None:
+    phase = {
+        "kind": "sft",
+        "data": "bucket:sft.jsonl",
+        "steps": 50,
+        "learning_rate": 1e-4,
+        "batch_size": 2,
+        "accumulation": 8,
+        "max_length": 2048,
+        "warmup_steps": 1,
+        "save_every_steps": 20,
+    }
+    changes = {"adapters": {"rank": 32, "alpha": 64}, "optimizer": "adamw", "evaluation": {"data": None}}
+    run = place(tmp_path, card_recipe(phases=[phase], name="fifty", **changes), world)
+    runner = run.start()
+    run.wait_for(lambda: bool(run.of("checkpoint_durable")), timeout_s=250)
+    run.kill(runner)
+    before = {event.step: event.loss for event in run.of("step")}
+    run.run(timeout_s=250)
+    start = run.of("phase_start")[-1]
+    after = {event.step: event.loss for event in run.of("step") if event.seq > start.seq}
+    print(
+        "resumed at", start.step, "losses before and after", {n: (before.get(n), after[n]) for n in sorted(after)[:5]}
+    )
+    assert start.step == 20 and sorted(after) == list(range(21, 51)) and after[50] < before[1]
+    for step in before.keys() & after.keys():
+        assert after[step] == pytest.approx(before[step], rel=0.05), step
+    spoken = {event.stage for event in run.of("guard")}
+    assert {"attach", "canary", "packing", "step1", "step2", "checkpoint", "end"} <= spoken
+    assert not [event.what for event in run.of("notice") if "slow" in event.what or "unpacked" in event.what]

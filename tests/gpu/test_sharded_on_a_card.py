@@ -30,7 +30,9 @@ def bench(layers: int, way: str) -> Any:
     from training.sharded.ranks import Alone
 
     shape = replace(benchmark.QWEN3_235B, attention_layers=layers)
-    setting = benchmark.Setting(shape, (_TOKENS,), 2048, 16, 1, "adamw", (way,), 0, (), 0.0, False, False, False, 0, False)
+    setting = benchmark.Setting(
+        shape, (_TOKENS,), 2048, 16, 1, "adamw", (way,), 0, (), 0.0, False, False, False, 0, False
+    )
     return benchmark._Bench(setting, Alone(), torch.device("cuda", 0))
 
 

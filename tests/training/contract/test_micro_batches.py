@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from training.contract.micro_batches import ENOUGH_TOKENS, regrouped
+from training.contract.recipe import Recipe, parse_recipe
+from training.contract.shapes import QWEN36_35B
+
+RECIPES = Path(__file__).parents[3] / "training" / "recipes"
+H200_GB = 150.1 * 0.97
+
+
+def recipe(name: str = "qwen3.6-35b-a3b.yaml", kind: str = "sft", **phase: Any) -> Recipe:
+    data = yaml.safe_load((RECIPES / name).read_text())
+    data["phases"] = [each | phase for each in data["phases"] if each["kind"] == kind]
+    return parse_recipe(data)
+
+
+def rows(found: Any) -> tuple[int, int]:
+    return found.batch_size, found.accumulation
+
+
+def test_the_shipped_recipes_rows_go_together_as_far_as_it_pays() -> None:
+    wanted = recipe(batch_size=2, accumulation=8, max_length=2048)
+    assert rows(regrouped(wanted, wanted.phases[0], QWEN36_35B, H200_GB)) == (8, 2)
+    assert ENOUGH_TOKENS == 8 * 2048
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(1, 16), (2, 6), (3, 5), (1, 1), (8, 2)])
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_a_step_keeps_its_rows(batch: int, accumulation: int, gpus: int) -> None:
+    wanted = recipe(batch_size=batch, accumulation=accumulation * gpus, max_length=2048)
+    found = regrouped(wanted, wanted.phases[0], QWEN36_35B, H200_GB, gpus)
+    assert found.batch_size * found.accumulation == batch * accumulation * gpus
+    assert found.accumulation % gpus == 0 and found.batch_size >= batch
+    assert found.batch_size * 2048 <= max(ENOUGH_TOKENS, batch * 2048)
+
+
+def test_no_more_rows_than_the_card_has_memory_for() -> None:
+    wanted = recipe(batch_size=1, accumulation=8, max_length=2048)
+    base_gb = QWEN36_35B.parameters * 2e-9
+    tight = [rows(regrouped(wanted, wanted.phases[0], QWEN36_35B, base_gb + gb)) for gb in (5.0, 20.0, 27.0, 60.0)]
+    assert tight[0] == (1, 8) and tight[-1] == (8, 1)
+    assert [batch for batch, _ in tight] == sorted(batch for batch, _ in tight)
+
+
+@pytest.mark.parametrize("kind", ["dpo", "kto", "grpo"])
+def test_a_loss_that_is_a_mean_over_the_micro_batch_keeps_the_recipes(kind: str) -> None:
+    wanted = recipe(kind=kind)
+    assert regrouped(wanted, wanted.phases[0], QWEN36_35B, H200_GB) is wanted.phases[0]
+
+
+def test_a_cpu_and_a_base_in_4_bits_keep_the_recipes() -> None:
+    for name in ("tiny-moe.yaml", "qwen3.6-35b-a3b-nf4.yaml"):
+        wanted = recipe(name)
+        assert regrouped(wanted, wanted.phases[0], QWEN36_35B, H200_GB) is wanted.phases[0]
