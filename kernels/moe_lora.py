@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels import moe_kernels
-from kernels.adapter import Adapter
+from kernels.adapter import Adapter, only_adds_to_grad
 from kernels.grouped_gemm import Routing, Thin, largest_tile, route, thin_product
 from kernels.launch import Launcher, power_of_2
 
@@ -178,36 +178,14 @@ class _Experts(torch.autograd.Function):
         kept, factors, order, (w1, w2), passing = rest[:3], rest[3:7], rest[7:12], rest[12:14], rest[14:]
         layer, routing = ctx.layer, Routing(*order, ctx.layer.plan.heights)
         layer.fill(w1, w2, tuple(factors), tuple(passing))
-        layer.accumulate = layer.call.accumulate and layer.call.lora and layer.call.lasting and _adds_to_grad(ctx)
+        may_add = layer.call.accumulate and layer.call.lora and layer.call.lasting
+        layer.accumulate = may_add and only_adds_to_grad([node for node, _ in ctx.next_functions[2:6]])
         wants_dx, wants_factors = ctx.needs_input_grad[0], any(ctx.needs_input_grad[2:6])
         dx, dweight, gradients = layer.backward(
             dout.contiguous(), x, weight, tuple(kept), routing, wants_dx=wants_dx, wants_factors=wants_factors
         )
         layer.empty()
         return dx, dweight, *gradients, None
-
-
-def _adds_to_grad(ctx: Any) -> bool:
-    """True if this backward pass will do nothing with the factors' gradients but add them to .grad: then the kernels may do that themselves.
-
-    Not so inside `torch.autograd.grad`, which hands gradients out and leaves .grad alone (the engine refuses the question there), nor where a
-    hook waits for a gradient.
-    """
-    masters = (
-        ctx.layer.call.up.lora_A,
-        ctx.layer.call.up.lora_B,
-        ctx.layer.call.down.lora_A,
-        ctx.layer.call.down.lora_B,
-    )
-    if any(master._backward_hooks or master._post_accumulate_grad_hooks for master in masters):
-        return False
-    nodes = [node for node, _ in ctx.next_functions[2:6]]
-    if any(node is None or node.name() != "torch::autograd::AccumulateGrad" for node in nodes):
-        return False
-    try:
-        return all(torch._C._will_engine_execute_node(node) for node in nodes)
-    except RuntimeError:
-        return False
 
 
 class _Layer:

@@ -88,6 +88,8 @@ def pace_digest(recipe: Recipe, phase: str) -> str:
             del decides["model"][name]
     else:
         decides["gpus"] = recipe.box.gpus
+    # What the card chooses by itself is the same for the same recipe and tier.
+    decides |= {name: word for name in ("recompute", "micro_batches") if (word := getattr(recipe, name)) != "auto"}
     of_phase = {"kind", "batch_size", "accumulation", "max_length", "generations", "max_completion_length", "beta"}
     decides["phase"] = recipe.phase(phase).model_dump(mode="json", include=of_phase)
     decides["device"] = recipe.box.device

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tasks.domain import FilterCount, Plan, RankedOffer
 from tasks.rules.memory import parts_sentence
 from tasks.rules.pricing import money
+from training.contract.memory import MemoryPlan
 
 ROWS = 15
 NONE = "none"  # a page shows a lone dash as the bullet of an empty list
@@ -53,9 +55,24 @@ def facts(plan: Plan) -> list[str]:
             f"memory: {fit.needed_gb:.1f} of {fit.available_gb:.1f} GB{each} in phase {fit.phase} ({parts_sentence(fit)}){host}{guess}"
         )
         if fit.recompute:
-            said.append("recompute: " + ", ".join(f"{policy} in {phase}" for phase, policy in fit.recompute.items()))
+            said += _split(fit)
     said.append(f"{plan.found} offers found, {len(plan.offers)} pass every filter")
     return [*said, plan.advice] if plan.advice else said
+
+
+def _split(fit: MemoryPlan) -> list[str]:
+    """How the card takes a step: the rows at once, and what it computes again rather than keeps."""
+    at_once = _by_phase({p: f"{rows} rows at once, {times} a step" for p, (rows, times) in fit.micro_batches.items()})
+    said = [f"micro-batches: {at_once}; the step stays the recipe's"] if at_once else []
+    return [*said, f"recompute: {_by_phase(fit.recompute)}"]
+
+
+def _by_phase(told: Mapping[str, str]) -> str:
+    """`full in cpt, sft; experts_kept in kto`."""
+    phases: dict[str, list[str]] = {}
+    for phase, word in told.items():
+        phases.setdefault(word, []).append(phase)
+    return "; ".join(f"{word} in {', '.join(names)}" for word, names in phases.items())
 
 
 def offer_rows(plan: Plan) -> list[dict[str, Any]]:

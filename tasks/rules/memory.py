@@ -7,7 +7,8 @@ from dataclasses import replace
 from tasks.domain import Offer
 from tasks.errors import UserError
 from tasks.rules.tiers import TIERS
-from training.contract.memory import USABLE, MemoryPlan, plan_memory, suggest
+from training.contract.memory import USABLE, MemoryPlan, suggest
+from training.contract.micro_batches import plan_regrouped
 from training.contract.quantised import (
     Hardware,
     Option,
@@ -28,7 +29,7 @@ def memory_plan(recipe: Recipe, shape: ModelShape | None = None, offer: Offer | 
     """
     shape = shape or shape_of(recipe.model)
     if recipe.model.quantisation == "none":
-        return plan_memory(recipe, shape, usable_gb(recipe.box.tier))
+        return plan_regrouped(recipe, shape, usable_gb(recipe.box.tier))
     planned = quantised_plan(recipe, shape, offer)
     option = planned.chosen or min(planned.options, key=lambda each: each.needed_gb)
     return _of_option(recipe, shape, planned.hardware, option)

@@ -48,6 +48,8 @@ def _sft(**changes: Any) -> dict[str, Any]:
         {"phases": [_sft(max_length=4096)]},
         {"optimizer": "adamw"},
         {"allow": ["slow_experts"]},
+        {"recompute": "full"},
+        {"micro_batches": "recipe"},
     ],
 )
 def test_another_version_of_the_recipe_has_another_pace(changes: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from kernels.dispatch import Choice
 from tests.training.conftest import recipe_of
-from training import experts
+from training import experts, lean, packing
 from training.errors import ModelError
 
 ROOT = Path(__file__).parents[2]
@@ -53,12 +53,14 @@ def test_two_adapters_at_once_are_refused() -> None:
         kernel_layer._adapter(["one", "two"])
 
 
-def test_a_slow_path_needs_the_recipes_word_and_is_then_an_event() -> None:
+def test_a_slow_path_needs_the_recipes_word_and_is_then_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.training.kernels_in_a_model import adapted
     from training.phases.common import _require_fast_paths
 
+    monkeypatch.setattr(packing, "has_fast_rule", lambda: True)
     model = adapted()
     experts.install(model)
+    model.livery_lean = lean.Installed({}, {}, whole=True)
     for _, wrapper in experts.outer_wrappers(model):
         wrapper.livery_choice = Choice("grouped_mm", None, "sm90: dx is off by 4.5e-01", slow=True, trials=())
     data = recipe_of("tiny-moe").model_dump(mode="json")

@@ -43,22 +43,35 @@ def token_flops(shape: ModelShape, adapters: Adapters, length: float) -> TokenFl
     )
 
 
-# Recomputing a layer in the backward pass runs its forward once more: a third of forward and backward together.
-RECOMPUTED = 4 / 3
-# Everything outside the routed experts, as transformers and PEFT have it: norms, gates, convolutions and casts are bound by memory. Measured on
-# an H200 in micro-batches of 16,384 tokens: 1.57 s, of which the arithmetic at the card's matrix rate would take 0.245 s.
-STOCK_SHARE = 0.156
+# Everything outside the routed experts: norms, gates, convolutions and casts are bound by memory, so it takes several times what its arithmetic would at
+# the card's matrix rate, 0.184 s for 16,384 tokens on an H200. There lean layers that compute their token mixers again took 0.663 s, and the experts
+# were not computed again (0.845 s in all). That was a prototype of `training.lean`; put the product's own figure here once RESULTS.md has it.
+LEAN_SHARE = 0.277
+# As transformers and PEFT have it, with whole layers computed again: 1.57 s, and their forward once more is a third of forward and backward together.
+STOCK_SHARE, RECOMPUTED = 0.156, 4 / 3
 
 
 def predicted_tokens_s(
-    shape: ModelShape, adapters: Adapters, length: float, *, layer_s: float, layer_tokens: int, matmul_tflops: float
+    shape: ModelShape,
+    adapters: Adapters,
+    length: float,
+    *,
+    layer_s: float,
+    layer_tokens: int,
+    matmul_tflops: float,
+    lean: bool = True,
 ) -> float:
     """Training tokens a second that a card can reach by what was measured on it: `layer_s`, forward and backward of one layer of routed experts
-    over `layer_tokens`, and the rate of a large matrix product. It is the card's side alone: small micro-batches wait for the host."""
+    over `layer_tokens`, and the rate of a large matrix product. It is the card's side alone: small micro-batches wait for the host.
+
+    `lean`: on the layers of `training.lean`, as every known family trains on a card that has room to keep all but its token mixers (one that
+    recomputes whole layers is about a seventh slower). False: as transformers and PEFT have it, with whole layers recomputed.
+    """
+    again, share = (1.0, LEAN_SHARE) if lean else (RECOMPUTED, STOCK_SHARE)
     flops = token_flops(shape, adapters, length).total - expert_flops(shape, adapters)
-    experts_s = shape.layers * layer_s * RECOMPUTED / layer_tokens
-    rest_s = flops * RECOMPUTED / (matmul_tflops * 1e12 * STOCK_SHARE)
-    return 1 / (experts_s + rest_s)
+    experts_s = shape.layers * layer_s / layer_tokens
+    rest_s = flops / (matmul_tflops * 1e12 * share)
+    return 1 / (again * (experts_s + rest_s))
 
 
 def expert_flops(shape: ModelShape, adapters: Adapters) -> float:

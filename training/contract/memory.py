@@ -30,7 +30,7 @@ _WORK = 1.28
 _MIXER_KEPT = 1.865
 # What a layer keeps on the CPU, in plain torch, in units of the widths of its products.
 _PLAIN_WORK = 2.8
-# What `auto` takes instead of `full` must leave so much of its activations free: the fit is good to 5 %, and a card that runs full loses the step.
+# What `auto` takes instead of `full`, or of the recipe's micro-batch, must leave so much of its activations free: the fit is good to 5 %, and a card that runs full loses the step.
 _MARGIN = 0.15
 # The kernels compute with copies of the adapters in bf16.
 _COPY_B = 2.0
@@ -60,6 +60,8 @@ class MemoryPlan(Frozen):
     """Host memory that a 4-bit base takes of the whole box."""
     recompute: dict[str, Recompute] = {}
     """By phase, what of each layer its backward pass computes again. Empty for a base in 4 bits, whose layers are always recomputed."""
+    micro_batches: dict[str, tuple[int, int]] = {}
+    """By phase whose steps are split otherwise than the recipe says: (rows at once, micro-batches a step)."""
 
 
 def plan_memory(recipe: Recipe, shape: ModelShape, available_gb: float) -> MemoryPlan:
@@ -87,9 +89,14 @@ def recompute_for(recipe: Recipe, phase: Phase, shape: ModelShape, available_gb:
         return "none"
     for policy in POLICIES[:-1]:
         parts = next(moments(recipe, phase, shape, policy))
-        if sum(parts.values()) + _MARGIN * parts["activations"] <= available_gb:
+        if has_room(parts, available_gb):
             return policy
     return "full"
+
+
+def has_room(parts: Mapping[str, float], available_gb: float) -> bool:
+    """Whether a backward pass of these parts fits with the margin that anything faster than need be must leave."""
+    return sum(parts.values()) + _MARGIN * parts["activations"] <= available_gb
 
 
 def moments(

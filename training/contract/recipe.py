@@ -291,6 +291,9 @@ class Recipe(Frozen):
     recompute: Literal["auto", "none", "mixer", "experts_kept", "full"] = "auto"
     """What of each layer is computed again in the backward pass rather than kept: `none`, the token `mixer`, all with the routed `experts_kept`, or the
     `full` layer. Each is slower than the one before and takes less memory; `auto` is the fastest that fits the card, which the plan prints."""
+    micro_batches: Literal["auto", "recipe"] = "auto"
+    """How many rows of a step go through the model at once, in CPT and SFT on a card. `auto`: as many as pay and fit, with so much less accumulation;
+    the step is the same. `recipe`: each phase's own batch_size and accumulation. Other phases always take those."""
     trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """Where the steps are shown besides the events file, which stays the truth. Each needs its package on the box; wandb its key in the settings."""
     seed: int = 0

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels.lean import norm_rope, query_gate_norm_rope, sigmoid_mul
-from training.lean.handover import frozen, stock, untouched
+from training.lean.handover import frozen, hooked, stock, untouched
 from training.lean.linears import Inputs
 
 _MASKED = ("sdpa", "eager")  # implementations that tell documents apart by a mask and by nothing else
@@ -44,7 +44,7 @@ def forward(
     past_key_values: Any = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    if past_key_values is not None:
+    if past_key_values is not None or hooked(self.q_norm) or hooked(self.k_norm):
         _refuse_leak(self, attention_mask, options)
         return stock(  # type: ignore[no-any-return]
             self,
@@ -127,11 +127,13 @@ def _varlen_attn() -> tuple[Callable[..., Any], frozenset[str]] | None:
 
 
 def _refuse_leak(self: Any, mask: Tensor | None, options: dict[str, Any]) -> None:
-    """ValueError where packed documents would read each other: only the variable-length kernel does without a mask."""
+    """ValueError where packed documents would read each other, or a token those after it: only the variable-length kernel does without a mask."""
     ends = options.get("cu_seq_lens_q")
-    if ends is None or len(ends) <= 2 or self.config._attn_implementation not in _MASKED:
+    if ends is None or self.config._attn_implementation not in _MASKED:
         return
-    if mask is None or mask.shape[-1] == 1:
+    documents = len(ends) - 1
+    stands_for_none = mask is not None and mask.shape[-1] == 1 and int(options.get("max_length_q", 2)) > 1
+    if stands_for_none or (mask is None and documents > 1):
         raise ValueError(
-            f"layer {self.layer_idx}: {len(ends) - 1} packed documents without an attention mask; want the model's own mask here (leave attention_mask out)"
+            f"layer {self.layer_idx}: {documents} packed documents without an attention mask; want the model's own mask here (leave attention_mask out)"
         )

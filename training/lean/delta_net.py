@@ -41,7 +41,12 @@ def problem(net: Any) -> str:
 def forward(
     self: Any, hidden_states: Tensor, cache_params: Any = None, attention_mask: Tensor | None = None, **options: Any
 ) -> Tensor:
-    if cache_params is not None:
+    ends, numbers = options.get("cu_seq_lens_q"), options.get("seq_idx")
+    if ends is None and numbers is not None:
+        raise ValueError(
+            f"layer {self.layer_idx}: packed documents by seq_idx alone, and the rule's state would go from one to the next; want cu_seq_lens_q, too"
+        )
+    if cache_params is not None or not untouched(self.norm):
         return stock(  # type: ignore[no-any-return]
             self, hidden_states, cache_params=cache_params, attention_mask=attention_mask, **options
         )

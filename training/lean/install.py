@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
@@ -138,10 +139,23 @@ def takes_no_mask(model: nn.Module) -> bool:
     """Whether packed rows may come with `None` for every kind of mask on a card: the text model takes a dictionary of masks, and every attention
     layer is ours."""
     family = _family_of(model)
+    return family.layers.mask_a_kind and _attends_by_lengths(model, family)
+
+
+def no_mask(model: nn.Module, device: torch.device) -> Any:
+    """What to give a model as `attention_mask` on a card, so that it builds none for packed rows; None where it must, since an attention layer is not
+    ours. A text model that takes no dictionary of masks hands through one of four dimensions as it is, and our layers do not read it."""
+    family = _family_of(model)
+    if not _attends_by_lengths(model, family):
+        return None
+    if family.layers.mask_a_kind:
+        return {"full_attention": None, "linear_attention": None}
+    return torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
+
+
+def _attends_by_lengths(model: nn.Module, family: Family) -> bool:
     wanted = _class(family, family.layers.attention)
-    return family.layers.mask_a_kind and all(
-        _is_installed(module) for module in model.modules() if type(module) is wanted
-    )
+    return all(_is_installed(module) for module in model.modules() if type(module) is wanted)
 
 
 def _kinds(family: Family) -> Iterator[Kind]:

@@ -82,12 +82,13 @@ def _look(linear: Any) -> tuple[Projection, str | None] | None:
         linear.unmerge()
     inside = vars(linear)["_modules"]
     weight = _weight(inside["base_layer"])
+    # PEFT merges past the version counter: detached, it is no parameter, and no copy of it is kept from call to call.
     if linear._disable_adapters or linear.merged_adapters:
-        return Projection(weight), None
+        return Projection(weight.detach()), None
     lora_A, lora_B = (vars(inside[name])["_modules"] for name in ("lora_A", "lora_B"))
     active = [name for name in linear.active_adapters if name in lora_A]
     if not active:
-        return Projection(weight), None
+        return Projection(weight.detach()), None
     if len(active) > 1 or _adapter_problem(linear, active[0]):
         return None
     (name,) = active

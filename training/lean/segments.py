@@ -40,8 +40,10 @@ def chunk_indices(options: dict[str, Any], device: torch.device) -> Tensor | Non
     ends = options.get("cu_seq_lens_cpu")
     if ends is None:
         return None
-    if not _last or _last[0][0] is not ends:
-        _last[:] = [(ends, _chunk_indices(ends, device))]
+    if not _last or _last[0][0] is not ends or _last[0][1].device != device:
+        # What evaluation made must serve training with the same batch: an inference tensor can be kept for no backward pass.
+        with torch.inference_mode(False):
+            _last[:] = [(ends, _chunk_indices(ends, device))]
     return _last[0][1]
 
 

@@ -7,7 +7,7 @@ even when training goes on from a checkpoint; built from the checkpoint, the ref
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,13 @@ from transformers import PrinterCallback
 
 from training import experts, liveness, packing
 from training.checkpoint import ADAPTER_FILES
+from training.contract.families import FAMILIES
 from training.contract.layout import PROBE
 from training.contract.memory import USABLE, recompute_for
-from training.contract.recipe import GrpoPhase, Recompute
+from training.contract.micro_batches import regrouped
+from training.contract.recipe import GrpoPhase, Phase, Recipe, Recompute
 from training.contract.rows import Row, read_rows
-from training.contract.shapes import ShapeError, read_shape, shape_of
+from training.contract.shapes import ModelShape, ShapeError, read_shape, shape_of
 from training.data import Prepared
 from training.errors import ModelError, Stage
 from training.model import ADAPTER, attach, expected_counts, load_base, load_tokenizer, release, require_groups
@@ -43,10 +45,12 @@ class Setting:
     packed: bool
     checkpointing: bool = True
     """On a card, whether transformers recomputes the layers: those that are ours recompute themselves."""
+    split: Phase | None = None
+    """The phase with the micro-batches that are taken here, if they are not its own; see `training.contract.micro_batches`."""
 
     def arguments(self) -> dict[str, Any]:
         """Trainer arguments that all phases share."""
-        desk, phase = self.desk, self.desk.phase
+        desk, phase = self.desk, self.split or self.desk.phase
         cuda = desk.assignment.recipe.box.device == "cuda"
         return {
             "output_dir": str(desk.output),
@@ -109,13 +113,15 @@ def _train(desk: Desk, prepare: Prepare, build: Build, packed: bool) -> Path:
     sample = _sample(tokenizer, rows, model)
     groups = _require_alive(model, desk, sample)
     _require_fast_paths(desk, model)
-    _set_recompute(desk, model)
+    split = _split(desk, model)
+    _set_recompute(desk, model, split)
     start = desk.start or _save_fresh(model, desk)
     before, base = liveness.group_states(model), liveness.base_sums(model)
     packed = packed and _packing_holds(model, desk)
 
     desk.clear(desk.output)
-    trainer = build(Setting(desk, model, tokenizer, rows, packed, checkpointing=not _is_whole(model)), prepared)
+    setting = Setting(desk, model, tokenizer, rows, packed, not _is_whole(model), split)
+    trainer = build(setting, prepared)
     if held:
         from training.sharded.trainer import adapt
 
@@ -124,6 +130,11 @@ def _train(desk: Desk, prepare: Prepare, build: Build, packed: bool) -> Path:
         from training.phases import lean_trainer  # it needs triton, as the layers do
 
         lean_trainer.adapt(trainer)
+        trainer.add_callback(
+            lean_trainer.HandoverWatch(
+                lambda reason: _take_slowly(desk, reason), lambda reason: desk.notice("slow path", reason)
+            )
+        )
     trainer.remove_callback(PrinterCallback)  # the events say it
     liveness.require_arguments(trainer.args, desk.phase)
     guard = _guard(desk, trainer, groups)
@@ -210,22 +221,51 @@ def _packing_holds(model: Any, desk: Desk) -> bool:
 
 
 def _require_fast_paths(desk: Desk, model: Any) -> None:
-    """On a GPU a slow kernel path multiplies the bill: it needs the recipe's word."""
+    """On a GPU a slow kernel path multiplies the bill: it needs the recipe's word. A wrong one is not for sale."""
     recipe = desk.assignment.recipe
     if recipe.box.device != "cuda":
         return
-    slow = []
+    for reason in _slow_paths(recipe, model):
+        _take_slowly(desk, reason)
+    _require_right_rule(desk, model)
+
+
+def _slow_paths(recipe: Recipe, model: Any) -> Iterator[str]:
+    """What of this model would run on a card more slowly than we know how."""
     chosen = experts.choice(model)
     if chosen and chosen.slow:
-        slow.append(f"the routed experts run on {chosen.path}: {chosen.reason}")
+        yield f"the routed experts run on {chosen.path}: {chosen.reason}"
     elif "routed_experts" in recipe.adapters.groups and experts.forward_syncs(model):
-        slow.append("the routed experts' grouped products wait for the host on this card")
-    if "linear_attention" in recipe.adapters.groups and not packing.has_fast_rule():
-        slow.append("flash-linear-attention is not installed, the gated delta net runs in plain torch")
-    for reason in slow:
-        if "slow_experts" not in recipe.allow:
-            raise ModelError(f"{reason}; write `allow: [slow_experts]` in the recipe to accept slower kernels")
-        desk.notice("slow path", reason)
+        yield "the routed experts' grouped products wait for the host on this card"
+    # With or without adapters on it, it is in the forward and in the backward pass.
+    if FAMILIES[recipe.model.family].packing == "gated_delta_net" and not packing.has_fast_rule():
+        yield "flash-linear-attention is not installed, the gated delta net runs in plain torch"
+    found = getattr(model, "livery_lean", None)
+    if found is None:
+        yield "the layers around the routed experts run in transformers' form: triton is not installed"
+    elif not found.whole:
+        name, reason = next(iter(found.left.items()))
+        yield f"{len(found.left)} modules run in transformers' form, such as {name}: {reason}"
+
+
+def _take_slowly(desk: Desk, reason: str) -> None:
+    """ModelError on a card, unless the recipe takes slower kernels; then, and on a CPU, it is said."""
+    recipe = desk.assignment.recipe
+    if recipe.box.device == "cuda" and "slow_experts" not in recipe.allow:
+        raise ModelError(f"{reason}; write `allow: [slow_experts]` in the recipe to accept slower kernels")
+    desk.notice("slow path", reason)
+
+
+def _require_right_rule(desk: Desk, model: Any) -> None:
+    """Compilers have got this kernel's backward pass wrong on single generations of cards. ModelError says how far off it is."""
+    if getattr(model, "livery_lean", None) is None:
+        return
+    from training import lean
+
+    apart = lean.check_rule(model)
+    if apart:
+        figures = ", ".join(f"{name} {difference:.1e}" for name, difference in apart.items())
+        desk.notice("gated delta rule", f"as far from the rule as written, by norm: {figures}", routine=True)
 
 
 def _is_whole(model: Any) -> bool:
@@ -234,7 +274,28 @@ def _is_whole(model: Any) -> bool:
     return found is not None and found.whole
 
 
-def _set_recompute(desk: Desk, model: Any) -> None:
+def _is_counted(model: Any) -> bool:
+    """Whether the memory plan's arithmetic is of what runs here: our layers around our experts."""
+    chosen = experts.choice(model)
+    return _is_whole(model) and chosen is not None and chosen.plan is not None
+
+
+def _split(desk: Desk, model: Any) -> Phase:
+    """The phase with the micro-batches that this card takes best; its steps stay the same, since the loss is divided by a whole step's tokens."""
+    recipe, phase = desk.assignment.recipe, desk.phase
+    if recipe.box.device != "cuda" or not _is_counted(model):
+        return phase
+    split = regrouped(recipe, phase, _shape(desk), _card_gb(model) * USABLE, desk.crew.size)
+    if split.batch_size != phase.batch_size:
+        desk.notice(
+            "micro-batch",
+            f"{split.batch_size} rows at once, {split.accumulation} a step (the recipe: {phase.batch_size} and {phase.accumulation}); the step is the same",
+            routine=True,
+        )
+    return split
+
+
+def _set_recompute(desk: Desk, model: Any, split: Phase) -> None:
     """Have each layer that is ours recompute what the recipe says or, as in the plan, what this card's memory leaves no room for."""
     found = getattr(model, "livery_lean", None)
     if found is None:
@@ -244,12 +305,12 @@ def _set_recompute(desk: Desk, model: Any) -> None:
         desk.notice("left stock", "; ".join(f"{count} modules: {reason}" for reason, count in reasons.items()))
     from training import lean
 
-    policy, why = _policy(desk, model)
+    policy, why = _policy(desk, model, split)
     lean.set_recompute(model, policy)
     desk.notice("recompute", f"{policy}: {why}", routine=True)
 
 
-def _policy(desk: Desk, model: Any) -> tuple[Recompute, str]:
+def _policy(desk: Desk, model: Any, split: Phase) -> tuple[Recompute, str]:
     recipe = desk.assignment.recipe
     if recipe.recompute != "auto":
         return recipe.recompute, "the recipe's word"
@@ -257,15 +318,21 @@ def _policy(desk: Desk, model: Any) -> tuple[Recompute, str]:
         return "none", "on a CPU"
     if recipe.model.quantisation != "none":
         return "full", "layers of a base in 4 bits are always recomputed whole"
-    chosen = experts.choice(model)
-    if not _is_whole(model) or chosen is None or chosen.plan is None:
+    if not _is_counted(model):
         return "full", "what is not computed by our own kernels keeps more than the plan counts"
+    gb = _card_gb(model)
+    return recompute_for(recipe, split, _shape(desk), gb * USABLE), f"the fastest that fits {gb:.1f} GB"
+
+
+def _shape(desk: Desk) -> ModelShape:
     try:
-        shape = read_shape((desk.home.model / "config.json").read_bytes())
+        return read_shape((desk.home.model / "config.json").read_bytes())
     except (OSError, ShapeError):
-        shape = shape_of(recipe.model)
-    gb = torch.cuda.get_device_properties(next(model.parameters()).device).total_memory / 1e9
-    return recompute_for(recipe, desk.phase, shape, gb * USABLE), f"the fastest that fits {gb:.1f} GB"
+        return shape_of(desk.assignment.recipe.model)
+
+
+def _card_gb(model: Any) -> float:
+    return float(torch.cuda.get_device_properties(next(model.parameters()).device).total_memory / 1e9)
 
 
 def _sample(tokenizer: Any, rows: Sequence[Row], model: Any) -> torch.Tensor:

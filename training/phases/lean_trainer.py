@@ -14,12 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import TrainerCallback
 from trl import SFTTrainer
 from trl.trainer.utils import FusedCausalLMOutput
 
 from kernels.head import IGNORED, token_log_probs
 from training import lean
 from training.experts import who
+from training.lean import attention
 
 _GIVEN = {"log_probs", "entropy", "is_top1", "mean_logits"}
 _HOST_ENDS = "cu_seq_lens_host"
@@ -194,6 +196,33 @@ class _Supervised:
         self._stock_log(logs, start_time)
 
 
+class HandoverWatch(TrainerCallback):
+    """Modules of ours that trained in the form of their authors are a slower way that no other number shows. Looks after the first step, when little
+    is paid, and every few steps; what comes up then goes to `refuse`, which may raise. At the end of training only `tell` hears of it."""
+
+    def __init__(self, refuse: Callable[[str], None], tell: Callable[[str], None], *, every: int = 10) -> None:
+        self._refuse, self._tell, self._every = refuse, tell, every
+        self._steps, self._told = 0, frozenset[str]()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if self._steps % self._every == 0:
+            self._look(model, self._refuse)
+        self._steps += 1
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        self._look(model, self._tell)
+
+    def _look(self, model: Any, say: Callable[[str], None]) -> None:
+        found = lean.handed_over(model)
+        new = sorted(found.keys() - self._told)
+        if new:
+            self._told = frozenset(found)
+            say(
+                f"{len(new)} modules trained in transformers' form, such as {new[0]}, {found[new[0]]} times: it was given a cache, has a hook that came"
+                " after loading, or several adapters at once"
+            )
+
+
 def _tokens(inputs: Mapping[str, Any], like: Tensor) -> Tensor:
     mask = inputs.get("attention_mask")
     # A packed row is all tokens.
@@ -220,7 +249,10 @@ def _packed(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     if ends is None or lean.recompute_of(model) is None:
         return given
     given["cu_seq_lens_cpu"] = torch.tensor(ends, dtype=torch.int32)
-    if given["input_ids"].is_cuda and lean.takes_no_mask(model):
-        # Its attention goes by the ends of the documents; a mask of T x T would be built, and read on the host, for nobody.
-        given["attention_mask"] = {"full_attention": None, "linear_attention": None}
+    embeddings = model.get_input_embeddings().weight
+    mask = lean.no_mask(model, given["input_ids"].device) if attention.takes_packed(embeddings) else None
+    if mask is not None:
+        # Its attention goes by the ends of the documents; a mask of T x T would be built, and read on the host, for nobody. Not so in float32, which
+        # the variable-length kernel does not take.
+        given["attention_mask"] = mask
     return given

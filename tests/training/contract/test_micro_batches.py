@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from training.contract.micro_batches import ENOUGH_TOKENS, regrouped
+from training.contract.memory import plan_memory
+from training.contract.micro_batches import ENOUGH_TOKENS, plan_regrouped, regrouped
 from training.contract.recipe import Recipe, parse_recipe
 from training.contract.shapes import QWEN36_35B
 
@@ -58,3 +59,38 @@ def test_a_cpu_and_a_base_in_4_bits_keep_the_recipes() -> None:
     for name in ("tiny-moe.yaml", "qwen3.6-35b-a3b-nf4.yaml"):
         wanted = recipe(name)
         assert regrouped(wanted, wanted.phases[0], QWEN36_35B, H200_GB) is wanted.phases[0]
+
+
+def test_the_recipes_word_keeps_its_micro_batches_and_so_does_an_auxiliary_loss() -> None:
+    """The router's auxiliary loss is a mean over a micro-batch, so another split would be another step."""
+    wanted = recipe(batch_size=2, accumulation=8, max_length=2048)
+    kept = wanted.model_copy(update={"micro_batches": "recipe"})
+    assert regrouped(kept, kept.phases[0], QWEN36_35B, H200_GB) is kept.phases[0]
+    leaking = recipe(batch_size=2, accumulation=8, max_length=2048, router_aux_loss=0.001)
+    assert regrouped(leaking, leaking.phases[0], QWEN36_35B, H200_GB) is leaking.phases[0]
+
+
+def test_a_named_policy_is_what_more_rows_must_fit_with() -> None:
+    """Nothing recomputed, four rows of 2,048 tokens fit this card and eight do not."""
+    wanted = recipe(batch_size=2, accumulation=8, max_length=2048)
+    assert rows(regrouped(wanted, wanted.phases[0], QWEN36_35B, H200_GB)) == (8, 2)
+    named = wanted.model_copy(update={"recompute": "none"})
+    assert rows(regrouped(named, named.phases[0], QWEN36_35B, H200_GB)) == (4, 4)
+
+
+def test_the_plan_is_of_the_steps_as_they_are_split() -> None:
+    wanted = recipe(batch_size=2, accumulation=8, max_length=2048)
+    plan = plan_regrouped(wanted, QWEN36_35B, H200_GB)
+    phase = regrouped(wanted, wanted.phases[0], QWEN36_35B, H200_GB)
+    as_split = wanted.model_copy(update={"phases": (phase,)})
+    assert plan.micro_batches == {"sft": (8, 2)}
+    assert plan == plan_memory(as_split, QWEN36_35B, H200_GB).model_copy(update={"micro_batches": {"sft": (8, 2)}})
+    kept = wanted.model_copy(update={"micro_batches": "recipe"})
+    assert plan_regrouped(kept, QWEN36_35B, H200_GB) == plan_memory(kept, QWEN36_35B, H200_GB)
+
+
+def test_how_steps_are_split_decides_no_weight() -> None:
+    """A run goes on from its checkpoints on a card of another size."""
+    wanted = recipe()
+    kept = wanted.model_copy(update={"micro_batches": "recipe"})
+    assert wanted.phase_digest("sft") == kept.phase_digest("sft")

@@ -16,8 +16,6 @@ from training import lean
 from training.contract.families import Family
 from training.lean import attention, delta_net, segments
 
-NO_MASK = {"full_attention": None, "linear_attention": None}
-
 
 def flash_linear_attention(
     q: Tensor,
@@ -119,7 +117,7 @@ def test_packed_documents_need_no_mask_and_train_as_with_one(family: Family, on_
     lean.install(ours)
     wanted = gradients(stock, inputs("packed"))
     given = inputs("packed")
-    given["attention_mask"] = NO_MASK if lean.takes_no_mask(ours) else torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    given["attention_mask"] = lean.no_mask(ours, torch.device("cpu"))
     given["cu_seq_lens_cpu"] = given["cu_seq_lens_q"].clone()
     for policy in ("none", "full"):
         lean.set_recompute(ours, policy)
@@ -143,6 +141,14 @@ def test_chunk_indices_are_made_once_a_micro_batch() -> None:
     other = segments.chunk_indices({"cu_seq_lens_cpu": torch.tensor([0, 5], dtype=torch.int32)}, torch.device("cpu"))
     assert other is not None and other.tolist() == [[0, 0]]
     assert segments.chunk_indices({}, torch.device("cpu")) is None
+
+
+def test_chunk_indices_made_in_inference_mode_serve_a_backward_pass() -> None:
+    options = {"cu_seq_lens_cpu": torch.tensor([0, 9, 70], dtype=torch.int32)}
+    with torch.inference_mode():
+        found = segments.chunk_indices(options, torch.device("cpu"))
+    assert found is not None and not found.is_inference()
+    assert segments.chunk_indices(options, torch.device("meta")).device.type == "meta"  # type: ignore[union-attr]
 
 
 def test_a_token_belongs_to_the_document_whose_lengths_hold_it() -> None:

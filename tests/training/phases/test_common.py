@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.training.conftest import recipe_of
-from training import experts, lean
+from training import experts, lean, packing
+from training.errors import ModelError
+from training.lean import delta_net
 from training.model import attach, load_base
 from training.phases import common
 
@@ -21,7 +24,10 @@ class Told(SimpleNamespace):
     def __init__(self, recipe: Any, model: Path) -> None:
         self.notices: dict[str, tuple[str, bool]] = {}
         super().__init__(
-            assignment=SimpleNamespace(recipe=recipe), phase=recipe.phases[0], home=SimpleNamespace(model=model)
+            assignment=SimpleNamespace(recipe=recipe),
+            phase=recipe.phases[0],
+            home=SimpleNamespace(model=model),
+            crew=SimpleNamespace(size=1),
         )
 
     def notice(self, what: str, reason: str, *, routine: bool = False) -> None:
@@ -40,7 +46,7 @@ def test_every_layer_recomputes_what_the_recipe_says_and_the_phase_says_so(
     tiny: Path, word: str, policy: str, why: str
 ) -> None:
     model, desk = attached(tiny, recompute=word)
-    common._set_recompute(desk, model)
+    common._set_recompute(desk, model, desk.phase)
     assert lean.recompute_of(model) == policy
     assert desk.notices == {"recompute": (f"{policy}: {why}", True)}
     assert common._is_whole(model) and not any(lean.handed_over(model))
@@ -52,7 +58,7 @@ def test_what_stays_stock_is_said_with_its_reason(tiny: Path) -> None:
     mixer = base.model.layers[0].linear_attn
     mixer.conv1d.register_forward_hook(lambda *_: None)
     model, desk = attach(base, recipe, None), Told(recipe, tiny / "model")
-    common._set_recompute(desk, model)
+    common._set_recompute(desk, model, desk.phase)
     reason, routine = desk.notices["left stock"]
     assert "1 modules: conv1d or norm has a hook" in reason and not routine
     assert not common._is_whole(model)
@@ -71,8 +77,39 @@ def test_on_a_card_the_policy_is_the_plans_by_the_cards_own_memory(tiny: Path, m
     for gb in (150.0, 1.5):
         memory = SimpleNamespace(total_memory=gb * 1e9)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, memory=memory: memory)
-        found[gb] = common._policy(desk, model)
+        found[gb] = common._policy(desk, model, desk.phase)
     assert found == {150.0: ("none", "the fastest that fits 150.0 GB"), 1.5: ("full", "the fastest that fits 1.5 GB")}
+
+
+def test_on_a_card_the_rows_of_a_step_go_together_as_far_as_they_fit_and_the_policy_is_for_them(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, desk = attached(tiny)
+    monkeypatch.setattr(experts, "choice", lambda _: SimpleNamespace(plan="sm90"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=150e9))
+    assert common._split(desk, model) is desk.phase, "on a CPU it is the recipe's"
+    desk.assignment.recipe = on_a_card(desk.assignment.recipe)
+    desk.phase = desk.phase.model_copy(update={"batch_size": 2, "accumulation": 8, "max_length": 2048})
+    split = common._split(desk, model)
+    assert (split.batch_size, split.accumulation) == (8, 2)
+    assert desk.notices == {
+        "micro-batch": ("8 rows at once, 2 a step (the recipe: 2 and 8); the step is the same", True)
+    }
+    arguments = common.Setting(desk, model, None, [], False, split=split).arguments
+    desk.output = tiny
+    assert (arguments()["per_device_train_batch_size"], arguments()["gradient_accumulation_steps"]) == (8, 2)
+    monkeypatch.setattr(common, "recompute_for", lambda recipe, phase, shape, gb: phase.batch_size)
+    assert common._policy(desk, model, split)[0] == 8, "the policy is for what runs"
+
+
+def test_a_model_that_the_plan_does_not_count_keeps_the_recipes_micro_batches(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, desk = attached(tiny)
+    desk.assignment.recipe = on_a_card(desk.assignment.recipe)
+    desk.phase = desk.phase.model_copy(update={"batch_size": 2, "accumulation": 8, "max_length": 2048})
+    monkeypatch.setattr(experts, "choice", lambda _: SimpleNamespace(plan=None))
+    assert common._split(desk, model) is desk.phase and desk.notices == {}
 
 
 def test_experts_that_are_not_on_our_kernels_keep_more_than_the_plan_counts(
@@ -82,5 +119,77 @@ def test_experts_that_are_not_on_our_kernels_keep_more_than_the_plan_counts(
     desk.assignment.recipe = on_a_card(desk.assignment.recipe)
     for chosen in (None, SimpleNamespace(plan=None)):
         monkeypatch.setattr(experts, "choice", lambda _, chosen=chosen: chosen)
-        policy, why = common._policy(desk, model)
+        policy, why = common._policy(desk, model, desk.phase)
         assert policy == "full" and "keeps more than the plan counts" in why
+
+
+@pytest.fixture
+def as_on_a_card(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Told]:
+    """A model on the CPU whose recipe says card: what only a card can tell is told for it."""
+    packing.install()
+    model, desk = attached(tiny)
+    desk.assignment.recipe = on_a_card(desk.assignment.recipe)
+    monkeypatch.setattr(experts, "forward_syncs", lambda _: False)
+    monkeypatch.setattr(packing, "has_fast_rule", lambda: True)
+    return model, desk
+
+
+def test_on_a_card_the_gated_delta_rule_is_held_against_the_rule_as_written(as_on_a_card: tuple[Any, Told]) -> None:
+    model, desk = as_on_a_card
+    common._require_fast_paths(desk, model)
+    assert list(desk.notices) == ["gated delta rule"], "nothing is slow"
+    reason, routine = desk.notices["gated delta rule"]
+    assert routine and all(f"{name} " in reason for name in ("output", "query", "key", "value", "decay", "beta"))
+
+
+def test_a_rule_that_is_wrong_on_this_card_trains_nothing_whatever_is_allowed(
+    as_on_a_card: tuple[Any, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, desk = as_on_a_card
+    desk.assignment.recipe = desk.assignment.recipe.model_copy(update={"allow": ("slow_experts",)})
+    right = delta_net.delta_rule
+
+    def wrong(modeling: Any, **row: Any) -> Tensor:
+        return right(modeling, **row | {"key": row["key"] * 0.9 + row["key"].roll(1, 1) * 0.1})
+
+    monkeypatch.setattr(delta_net, "delta_rule", wrong)
+    with pytest.raises(ModelError, match="the gated delta rule's kernel is wrong on this card: off in output by"):
+        common._require_fast_paths(desk, model)
+
+
+def test_on_a_cpu_the_rule_is_not_checked(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, desk = attached(tiny)
+    monkeypatch.setattr(lean, "check_rule", lambda _: pytest.fail("there is no card"))
+    common._require_fast_paths(desk, model)
+    assert desk.notices == {}
+
+
+def test_on_a_card_layers_that_stay_stock_need_the_recipes_word(as_on_a_card: tuple[Any, Told]) -> None:
+    model, desk = as_on_a_card
+    lean.remove(model)
+    attention = next(each for name, each in model.named_modules() if name.endswith("self_attn"))
+    attention.attention_dropout = 0.1
+    model.livery_lean = lean.install(model)
+    attention.attention_dropout = 0.0
+    with pytest.raises(
+        ModelError, match=r"1 modules run in transformers' form.*self_attn: attention_dropout is 0.1.*slow_experts"
+    ):
+        common._require_fast_paths(desk, model)
+    model.livery_lean = None
+    with pytest.raises(ModelError, match=r"in transformers' form: triton is not installed; write"):
+        common._require_fast_paths(desk, model)
+    desk.assignment.recipe = desk.assignment.recipe.model_copy(update={"allow": ("slow_experts",)})
+    common._require_fast_paths(desk, model)
+    assert not desk.notices["slow path"][1], "it is no routine"
+
+
+def test_on_a_card_the_plain_rule_is_slow_whatever_groups_carry_adapters(
+    as_on_a_card: tuple[Any, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, desk = as_on_a_card
+    recipe = desk.assignment.recipe
+    adapters = recipe.adapters.model_copy(update={"groups": ("routed_experts",)})
+    desk.assignment.recipe = recipe.model_copy(update={"adapters": adapters})
+    monkeypatch.setattr(packing, "has_fast_rule", lambda: False)
+    with pytest.raises(ModelError, match="flash-linear-attention is not installed"):
+        common._require_fast_paths(desk, model)

@@ -15,7 +15,8 @@ from trl import SFTConfig, SFTTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.training.conftest import recipe_of
-from training import packing
+from training import lean, packing
+from training.lean import attention
 from training.model import attach, load_base, load_tokenizer, lora_tensors
 from training.phases import lean_trainer
 
@@ -236,3 +237,71 @@ def test_a_micro_batch_reads_nothing_back(world: Any) -> None:
     trainer.log({})
     assert trainer._total_train_tokens == 51
     assert isinstance(trainer._metrics["train"]["entropy"][0], float)
+
+
+class Handed:
+    """A model in training, the watch on it, and what the watch said."""
+
+    def __init__(self, tiny: Path) -> None:
+        recipe = recipe_of("tiny-moe")
+        self.model = attach(load_base(tiny / "model", recipe), recipe, None).train()
+        self.refused: list[str] = []
+        self.told: list[str] = []
+        self.watch = lean_trainer.HandoverWatch(self.refused.append, self.told.append, every=2)
+
+    def step(self, **options: Any) -> None:
+        self.model(input_ids=torch.arange(4, 12)[None], **options)
+        self.watch.on_step_end(None, None, None, model=self.model)
+
+    def end(self) -> None:
+        self.watch.on_train_end(None, None, None, model=self.model)
+
+
+@pytest.mark.train
+def test_a_module_that_trains_in_the_stock_form_is_told_at_the_first_step_and_once(tiny: Path) -> None:
+    handed = Handed(tiny)
+    for _ in range(3):
+        handed.step(use_cache=True)
+    handed.end()
+    assert handed.told == [] and len(handed.refused) == 1
+    assert "modules trained in transformers' form, such as base_model.model.model.layers.0" in handed.refused[0]
+    assert len(lean.handed_over(handed.model)) > 4
+
+
+@pytest.mark.train
+def test_what_comes_up_later_is_told_within_some_steps_and_at_the_end_never_stops_the_phase(tiny: Path) -> None:
+    handed = Handed(tiny)
+    handed.step(use_cache=False)
+    with torch.no_grad():
+        handed.model(input_ids=torch.arange(4, 12)[None], use_cache=True)  # as a reference or a generation does
+    handed.step(use_cache=False)
+    handed.end()
+    assert handed.refused == handed.told == []
+    linear = next(each for name, each in handed.model.named_modules() if name.endswith("o_proj"))
+    linear.register_forward_hook(lambda *_: None)
+    handed.step(use_cache=False)
+    assert len(handed.refused) == 1 and "1 modules" in handed.refused[0] and "self_attn, 1 times" in handed.refused[0]
+    handed.step(use_cache=True)
+    handed.end()
+    assert len(handed.refused) == len(handed.told) == 1
+
+
+def test_a_model_whose_attention_wants_a_mask_is_not_told_to_do_without(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32 there is no variable-length kernel, on a card either."""
+    packing.install()
+    recipe = recipe_of("tiny-moe")
+    model = attach(load_base(tiny / "model", recipe), recipe, None)
+    given = {
+        **packing.packed_inputs([torch.arange(4, 12)[None], torch.arange(5, 9)[None]]),
+        "cu_seq_lens_host": (0, 8, 12),
+    }
+    monkeypatch.setattr(
+        attention, "takes_packed", lambda query: query.dtype is torch.bfloat16
+    )  # but for the card itself
+    packed = lean_trainer._packed(model, given)
+    assert "attention_mask" not in packed and packed["cu_seq_lens_cpu"].tolist() == [0, 8, 12]
+    model(**packed, use_cache=False)
+    model.get_input_embeddings().to(torch.bfloat16)
+    assert set(lean_trainer._packed(model, given)["attention_mask"].values()) == {None}
