@@ -137,14 +137,3 @@ def test_the_document_borders_matter_here_too() -> None:
     leaking = case.results(torch.float64, "cuda", rounded_to=torch.bfloat16)
     assert reference.relative_error(packed["2"], leaking["2"]) > 0.05
     assert reference.relative_error(packed["d x"], leaking["d x"]) > 0.05
-
-
-def test_the_ops_run_at_the_speed_of_memory() -> None:
-    """Printed for all; on an H200 held to half of 4.3 TB/s, where 64 MB and more are moved."""
-    from kernels import benchmark_lean
-
-    found = list(benchmark_lean.measure())
-    print(*found, sep="\n")
-    if "H200" in torch.cuda.get_device_name():
-        slow = [row for row in found if row.megabytes > 64 and row.op != "token_log_probs" and row.tb_per_s < 2.1]
-        assert not slow, "\n".join(map(str, slow))

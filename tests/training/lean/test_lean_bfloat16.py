@@ -42,8 +42,8 @@ def test_a_module_rounds_no_worse_than_stock(part: str) -> None:
             errors.setdefault(name, []).append((mine, theirs))
     for name, each in errors.items():
         mine, theirs = (sum(column) / len(each) for column in zip(*each, strict=True))
-        # Both are a few units of 2^-9, so a rounding more or less in a chain of about ten is a quarter at most.
-        assert mine <= 1.25 * theirs, (name, mine, theirs)
+        # Both are a few units of 2^-9; two roundings more or fewer in a chain of about ten are this much, and 1.19 was the most seen.
+        assert mine <= 1.4 * theirs, (name, mine, theirs)
 
 
 def narrow(model: Any) -> Any:
