@@ -130,11 +130,15 @@ def _microseconds(call: Callable[[], object], calls: int = _CALLS) -> float:
     return statistics.median(times)
 
 
-def main() -> None:
+def main() -> int:
+    if not torch.cuda.is_available():
+        print("benchmark: no CUDA card here; run it on a machine with one", file=sys.stderr)
+        return 2
     print(torch.cuda.get_device_name())
     for row in measure(*map(int, sys.argv[1:])):
         print(row, flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,7 +18,6 @@ from kernels.lean import conv_silu_split, gated_rms_norm
 from training.lean.handover import frozen, stock, untouched
 from training.lean.linears import Inputs
 from training.lean.segments import chunk_indices, document_numbers
-from training.lean.tuning import use_shipped
 
 
 def inputs() -> dict[str, Inputs]:
@@ -124,5 +123,7 @@ def _fla() -> Callable[..., Any] | None:
         return None
     if not callable(chunk_gated_delta_rule):
         return None
+    from training.lean.tuning import use_shipped  # a program too, which a package that imports it would run twice
+
     use_shipped()
     return chunk_gated_delta_rule  # type: ignore[no-any-return]

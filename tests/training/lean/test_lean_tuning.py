@@ -1,0 +1,77 @@
+"""Shipped configurations reach the library's kernels, and the environment's word goes first. The library itself needs a card; its cache module is stood in."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from training.lean import tuning
+
+
+class Mode(enum.Enum):
+    DISABLED = "disabled"
+    FULL = "full"
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    module = types.ModuleType("fla.ops.utils.cache")
+    module.get_gpu_info = lambda: "NVIDIA_H200"  # type: ignore[attr-defined]
+    module.FlaCacheMode, module.FLA_CACHE_MODE = Mode, Mode.DISABLED  # type: ignore[attr-defined]
+    utils = types.ModuleType("fla.ops.utils")
+    utils.cache = module  # type: ignore[attr-defined]
+    for name, each in {"fla": None, "fla.ops": None, "fla.ops.utils": utils, "fla.ops.utils.cache": module}.items():
+        monkeypatch.setitem(sys.modules, name, each or types.ModuleType(name))
+    for name in ("FLA_CONFIG_DIR", "FLA_CACHE_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    return module
+
+
+@pytest.fixture
+def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "NVIDIA_H200"
+    folder.mkdir()
+    monkeypatch.setattr(tuning, "SHIPPED", tmp_path)
+    # What the call sets goes with the test.
+    monkeypatch.setenv("FLA_CONFIG_DIR", "")
+    monkeypatch.delenv("FLA_CONFIG_DIR")
+    return folder
+
+
+def test_what_is_shipped_for_a_card_is_read_on_it(cache: types.ModuleType, shipped: Path) -> None:
+    assert tuning.use_shipped() == str(shipped)
+    assert os.environ["FLA_CONFIG_DIR"] == str(shipped) and cache.FLA_CACHE_MODE is Mode.FULL
+
+
+@pytest.mark.parametrize("name", ["FLA_CONFIG_DIR", "FLA_CACHE_MODE"])
+def test_the_environments_word_goes_first(
+    cache: types.ModuleType, shipped: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "theirs")
+    assert tuning.use_shipped() is None
+    assert cache.FLA_CACHE_MODE is Mode.DISABLED and os.environ.get(name) == "theirs"
+
+
+def test_a_card_for_which_nothing_is_shipped_tunes_as_ever(cache: types.ModuleType, shipped: Path) -> None:
+    shipped.rmdir()
+    assert tuning.use_shipped() is None and cache.FLA_CACHE_MODE is Mode.DISABLED
+
+
+def test_every_shipped_configuration_is_of_the_librarys_form() -> None:
+    for path in tuning.SHIPPED.glob("*/*.json"):
+        told = json.loads(path.read_text())
+        assert told["kernel_name"] == path.stem
+        assert {"kwargs", "num_warps", "num_stages", "num_ctas"} <= told["default_config"].keys()
+
+
+def test_without_a_card_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if tuning.torch.cuda.is_available():
+        pytest.skip("there is a card")
+    assert tuning.main(["--out", str(tmp_path)]) == 2
+    assert "no card" in capsys.readouterr().err
