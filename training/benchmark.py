@@ -114,7 +114,7 @@ def measure_layers(setting: Setting, layer: Any = None) -> dict[str, Any]:
     torch.manual_seed(0)
     model = _adapted(setting)
     ways: dict[str, Callable[[], None]] = {
-        "stock": lambda: _uninstall(model),
+        "stock": lambda: experts.uninstall(model),
         "factored": lambda: _install(model, layer),
     }
     optimizer = _optimizer(model, setting.device)
@@ -234,14 +234,6 @@ def _install(model: Any, layer: Any) -> None:
     from training import experts
 
     experts.install(model, layer)
-
-
-def _uninstall(model: Any) -> None:
-    """PEFT's own forward again: ours is an attribute of each instance."""
-    from training import experts
-
-    for _, wrapper in experts.outer_wrappers(model):
-        wrapper.__dict__.pop("forward", None)
 
 
 def _optimizer(model: Any, device: str) -> Any:

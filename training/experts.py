@@ -88,6 +88,12 @@ def install(model: nn.Module, layer: Layer | None = None, grouped_mm: GroupedMat
     return len(wrappers)
 
 
+def uninstall(model: nn.Module) -> None:
+    """PEFT's own forward again: ours is an attribute of each instance."""
+    for _, wrapper in outer_wrappers(model):
+        wrapper.__dict__.pop("forward", None)
+
+
 def choice(model: nn.Module) -> Choice | None:
     """Which computation `install` chose for this card, and why; None where it had no choice to make."""
     return next((getattr(wrapper, "livery_choice", None) for _, wrapper in outer_wrappers(model)), None)

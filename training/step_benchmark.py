@@ -243,7 +243,7 @@ class Bench:
         from trl.trainer.utils import add_fused_lm_head
 
         lean.remove(self.model)
-        _uninstall(self.model)
+        experts.uninstall(self.model)
         if way.layer != "peft":
             experts.install(self.model, _layer(way.layer))
         self.base.__dict__.pop("forward", None)
@@ -494,12 +494,6 @@ def _layer(layer: Layer) -> Any:
 
         return KernelLayer(PORTABLE)
     return None
-
-
-def _uninstall(model: Any) -> None:
-    """PEFT's own forward again: ours is an attribute of each instance."""
-    for _, wrapper in experts.outer_wrappers(model):
-        wrapper.__dict__.pop("forward", None)
 
 
 def _adapters(setting: Setting) -> Adapters:

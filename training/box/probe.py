@@ -30,7 +30,7 @@ from training.contract.checks import Check, CheckReport
 from training.contract.families import FAMILIES
 from training.contract.flops import predicted_tokens_s
 from training.contract.recipe import Assignment, Recipe
-from training.contract.shapes import ModelShape, ShapeError, read_shape, shape_of
+from training.contract.shapes import ModelShape, shape_in, shape_of
 
 BASE = ("pydantic", "boto3", "huggingface_hub")
 HEAVY = ("torch", "transformers", "peft", "trl")
@@ -84,10 +84,7 @@ def probe_imports(recipe: Recipe, constraints: Path, nonce: str) -> CheckReport:
 
 def box_shape(recipe: Recipe, home: Path) -> ModelShape:
     """The model's shape by its config.json, if the prefetch has brought it by now; else by family and size."""
-    try:
-        return read_shape((home / Path(layout.BOX_MODEL).name / "config.json").read_bytes())
-    except (OSError, ShapeError):
-        return shape_of(recipe.model)
+    return shape_in(home / Path(layout.BOX_MODEL).name, recipe.model)
 
 
 def probe_device(

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from training.contract.families import FAMILIES
@@ -233,6 +234,14 @@ def shape_of(model: Model) -> ModelShape:
 
 def _stepped(width: float) -> int:
     return _WIDTH_STEP * max(1, round(width / _WIDTH_STEP))
+
+
+def shape_in(folder: Path, model: Model) -> ModelShape:
+    """By the config.json in `folder`, if it is there by now and known; else by family and size."""
+    try:
+        return read_shape((folder / "config.json").read_bytes())
+    except (OSError, ShapeError):
+        return shape_of(model)
 
 
 def read_shape(config: bytes | str, subject: str = "config.json") -> ModelShape:

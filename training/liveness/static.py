@@ -178,7 +178,7 @@ def likely_cause(model: Any, group: str) -> str:
 
 def recompute_of(layer: nn.Module) -> str | None:
     """What a decoder layer of ours computes again in its backward pass; None for a layer of transformers'."""
-    lean = sys.modules.get("training.lean")
+    lean = _lean()
     return None if lean is None else lean.recompute_of(layer)  # type: ignore[no-any-return]
 
 
@@ -246,12 +246,12 @@ def group_of(family: Family, name: str, module: Any) -> str:
 def _is_ours(forward: Any) -> bool:
     if getattr(forward, "__func__", None) is experts._forward:
         return True
-    lean = sys.modules.get("training.lean")  # never imported, it is installed nowhere; it needs triton
+    lean = _lean()
     return lean is not None and bool(lean.is_ours(forward))
 
 
 def _lean_replaced(model: Any) -> dict[str, str]:
-    lean = sys.modules.get("training.lean")
+    lean = _lean()
     return {} if lean is None else lean.replaced(model)  # type: ignore[no-any-return]
 
 
@@ -280,3 +280,8 @@ def _installed(distribution: str) -> bool:
 
 
 _NO_CODE = (lambda: None).__code__
+
+
+def _lean() -> Any:
+    """None if nobody has imported it: then it is installed nowhere. Not imported here, since it needs triton."""
+    return sys.modules.get("training.lean")

@@ -23,7 +23,7 @@ from training.contract.memory import USABLE, recompute_for
 from training.contract.micro_batches import regrouped
 from training.contract.recipe import GrpoPhase, Phase, Recipe, Recompute
 from training.contract.rows import Row, read_rows
-from training.contract.shapes import ModelShape, ShapeError, read_shape, shape_of
+from training.contract.shapes import shape_in
 from training.data import Prepared
 from training.errors import ModelError, Stage
 from training.model import ADAPTER, attach, expected_counts, load_base, load_tokenizer, release, require_groups
@@ -285,7 +285,8 @@ def _split(desk: Desk, model: Any) -> Phase:
     recipe, phase = desk.assignment.recipe, desk.phase
     if recipe.box.device != "cuda" or not _is_counted(model):
         return phase
-    split = regrouped(recipe, phase, _shape(desk), _card_gb(model) * USABLE, desk.crew.size)
+    shape = shape_in(desk.home.model, recipe.model)
+    split = regrouped(recipe, phase, shape, _card_gb(model) * USABLE, desk.crew.size)
     if split.batch_size != phase.batch_size:
         desk.notice(
             "micro-batch",
@@ -320,15 +321,8 @@ def _policy(desk: Desk, model: Any, split: Phase) -> tuple[Recompute, str]:
         return "full", "layers of a base in 4 bits are always recomputed whole"
     if not _is_counted(model):
         return "full", "what is not computed by our own kernels keeps more than the plan counts"
-    gb = _card_gb(model)
-    return recompute_for(recipe, split, _shape(desk), gb * USABLE), f"the fastest that fits {gb:.1f} GB"
-
-
-def _shape(desk: Desk) -> ModelShape:
-    try:
-        return read_shape((desk.home.model / "config.json").read_bytes())
-    except (OSError, ShapeError):
-        return shape_of(desk.assignment.recipe.model)
+    gb, shape = _card_gb(model), shape_in(desk.home.model, recipe.model)
+    return recompute_for(recipe, split, shape, gb * USABLE), f"the fastest that fits {gb:.1f} GB"
 
 
 def _card_gb(model: Any) -> float:

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig
 
 from training import experts, parts
-from training.contract.quantised import Hardware, Option, Strategy, hardware_of
+from training.contract.quantised import Hardware, QuantisedPlan, hardware_of
 from training.contract.recipe import Recipe
 from training.errors import ModelError
 from training.experts import ADAPTER
@@ -25,7 +25,7 @@ from training.lean.host_inputs import HostInputs
 from training.model import lora_tensors
 from training.sharded import links
 from training.sharded.host_memory import available_bytes
-from training.sharded.inventory import Inventory, read_inventory
+from training.sharded.inventory import read_inventory
 from training.sharded.loader import Base, load
 from training.sharded.model import absent, assemble, routed, run_experts
 from training.sharded.plan import plan
@@ -150,7 +150,8 @@ def run(model: Any, recipe: Recipe, layer: experts.Layer | None = None) -> None:
 
 def _load(path: Path, recipe: Recipe, ranks: Ranks, device: torch.device) -> Held:
     inventory = read_inventory(path)
-    way, reason = choose(inventory, recipe, ranks, device)
+    found = plan(inventory, recipe, _hardware(recipe, ranks, device)) if device.type == "cuda" else None
+    way, reason = choose(recipe, ranks.size, found)
     options: dict[str, Any] = {
         "device": device,
         "dtype": getattr(torch, recipe.model.dtype),
@@ -158,7 +159,8 @@ def _load(path: Path, recipe: Recipe, ranks: Ranks, device: torch.device) -> Hel
         "linears": recipe.model.linears,
         "use_cache": recipe.model.nf4_cache,
     }
-    planned = _planned(inventory, recipe, ranks, device, "host" if way == "host" else "all_gather")
+    strategy = "host" if way == "host" else "all_gather"
+    planned = next((option for option in found.options if option.strategy == strategy), None) if found else None
     home = None
     if planned and planned.inputs_in_host:
         home, reason = HostInputs(device), f"{reason}; layers' inputs wait in host memory"
@@ -176,38 +178,26 @@ def _load(path: Path, recipe: Recipe, ranks: Ranks, device: torch.device) -> Hel
     return Held(base, ranks, device, from_host(whole, inventory.shape, device, stay), reason, host, home)
 
 
-def choose(inventory: Inventory, recipe: Recipe, ranks: Ranks, device: torch.device) -> tuple[Way, str]:
-    """How the layers shall reach the card, and why. The recipe's word if it has one; else the faster of what fits, by the links that this box has.
-    ModelError if nothing fits. Collective."""
-    cards = "all_gather" if ranks.size > 1 else "resident"
+def choose(recipe: Recipe, processes: int, found: QuantisedPlan | None) -> tuple[Way, str]:
+    """How the layers shall reach the card, and why. The recipe's word if it has one; else the faster of what fits, by the plan `found` for this box's own
+    links; None: there is no card. ModelError if nothing fits."""
+    cards = "all_gather" if processes > 1 else "resident"
     if recipe.model.execution != "auto":
         return ("host" if recipe.model.execution == "host" else cards), "as the recipe says"
-    if device.type != "cuda":
+    if found is None:
         return cards, "the only memory there is"
-    hardware = _hardware(recipe, ranks, device)
-    found = plan(inventory, recipe, hardware)
     if found.chosen is None:
         raise ModelError(
             "the base fits no way: " + "; ".join((*found.refusals, *(f"would fit: {each}" for each in found.would_fit)))
         )
-    measured = f"{hardware.host_gbs:.0f} GB/s from host memory" + (
-        f", {hardware.link_gbs:.0f} GB/s between cards" if ranks.size > 1 else ""
+    measured = f"{found.hardware.host_gbs:.0f} GB/s from host memory" + (
+        f", {found.hardware.link_gbs:.0f} GB/s between cards" if processes > 1 else ""
     )
     return ("host" if found.chosen.strategy == "host" else cards), f"the fastest that fits ({measured})"
 
 
-def _planned(
-    inventory: Inventory, recipe: Recipe, ranks: Ranks, device: torch.device, strategy: Strategy
-) -> Option | None:
-    """What the plan says of this way on these cards; None without a card. Collective."""
-    if device.type != "cuda":
-        return None
-    found = plan(inventory, recipe, _hardware(recipe, ranks, device))
-    return next((option for option in found.options if option.strategy == strategy), None)
-
-
 def _hardware(recipe: Recipe, ranks: Ranks, device: torch.device) -> Hardware:
-    """This box. The ranks measure together and agree, so that all choose alike."""
+    """This box. The ranks measure together and agree, so that all choose alike. Collective."""
     seen = torch.tensor(
         [
             torch.cuda.get_device_properties(device).total_memory / 1e9,
