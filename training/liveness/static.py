@@ -255,6 +255,11 @@ def _lean_replaced(model: Any) -> dict[str, str]:
     return {} if lean is None else lean.replaced(model)  # type: ignore[no-any-return]
 
 
+def _lean() -> Any:
+    """None if nobody has imported it: then it is installed nowhere. Not imported here, since it needs triton."""
+    return sys.modules.get("training.lean")
+
+
 def _is_dispatcher(forward: Any) -> bool:
     """Whether a class's forward is still the one that asks transformers' registry. Its name proves nothing: functools.wraps copies it."""
     cells = dict(zip(getattr(forward, "__code__", _NO_CODE).co_freevars, forward.__closure__ or (), strict=False))
@@ -280,8 +285,3 @@ def _installed(distribution: str) -> bool:
 
 
 _NO_CODE = (lambda: None).__code__
-
-
-def _lean() -> Any:
-    """None if nobody has imported it: then it is installed nowhere. Not imported here, since it needs triton."""
-    return sys.modules.get("training.lean")
