@@ -4,7 +4,8 @@ PEFT stores lora_A [E·r, X] with the expert as the slowest row index, and lora_
 kernels read A as it is and B transposed, [r·E, O], both in the activations' dtype and with the rank padded to a power of two (a matrix unit
 takes no less than 16). Copies are renewed when a master may have changed since: when any optimizer of torch has made a step, or the master's version
 counter moved. The counter alone would not do: a fused AdamW writes past it, and training would go on from the first step's factors for ever. Whoever
-else writes past it (`parameter.data.copy_`, an optimizer inside a replayed graph) calls `renew()`.
+else writes past it (`parameter.data.copy_`, an optimizer inside a replayed graph) calls `renew()`. Copies that are kept keep their place in memory, so that
+a captured graph which reads them stays right.
 
 A lora_B may lie in memory as its own transpose (strides (1, O); `lay_out` makes it so). To PEFT and the optimizer it is the same tensor, and
 gradients are then added to its .grad in place. A row-major one costs a pass over the gradient of B in each backward pass.
@@ -99,15 +100,19 @@ class Adapter:
     def copies(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """A [E, R, X] and B transposed [R, E, O] in `dtype`, R the padded rank; new ones only if a master has changed, or none are kept."""
         if not self._keep:
-            return self._make(dtype)
+            return self._passing(dtype)
         now = (dtype, _optimizer_steps, *((m.data_ptr(), m._version, m.device) for m in (self.lora_A, self.lora_B)))
         if self._copies is None or now != self._seen:
-            self._copies, self._seen = self._make(dtype), now
+            if self._copies is None or self._copies[0].dtype != dtype or self._copies[0].device != self.lora_A.device:
+                self._copies = self._room(dtype)
+            self._written(self._copies)
+            self._seen = now
         return self._copies
 
     def renew(self) -> None:
-        """Forget the copies: the masters were written in a way that no version counter saw."""
-        self._copies = None
+        """Copy the masters anew, in place: they were written in a way that no version counter saw."""
+        if self._copies is not None:
+            self._written(self._copies)
 
     def gradient_targets(self, accumulate: bool) -> tuple[Tensor, Tensor, bool, bool]:
         """Where the kernels write: dA [E·r, X], dB [r, E, O], and for each whether they add to what stands there.
@@ -146,19 +151,33 @@ class Adapter:
     def _transposed(self, tensor: Tensor) -> bool:
         return tensor.stride() == (1, tensor.shape[0])
 
+    def _room(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """For A [E, R, X] and B [R, E, O], with zeros where the rank is padded."""
+        E, R = self.experts, self.padded
+        make = torch.empty if self.rank == R else torch.zeros
+        # A copy first made while text is generated must serve training later: no inference tensor can be kept for a backward pass.
+        with torch.inference_mode(False):
+            like = {"dtype": dtype, "device": self.lora_A.device}
+            return make(E, R, self.input_size, **like), make(R, E, self.output_size, **like)
+
+    def _written(self, room: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        a_ERX, b_REO = room
+        r, master = self.rank, self.lora_B.detach()
+        with torch.inference_mode(False), torch.no_grad():
+            a_ERX[:, :r].copy_(self.lora_A.detach().view(self.experts, r, -1))
+            if self._transposed(master):
+                b_REO[:r].copy_(master.t().view(r, self.experts, -1))
+            else:
+                self._transpose(master, b_REO[:r], add=False)
+        return room
+
     @torch.no_grad()
-    def _make(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        E, r, R = self.experts, self.rank, self.padded
-        a = self.lora_A.detach().to(dtype).view(E, r, -1)
-        master = self.lora_B.detach()
-        if self._transposed(master):
-            b = master.t().to(dtype).view(r, E, -1)
-        else:
-            b = torch.empty(r, E, self.output_size, dtype=dtype, device=master.device)
-            self._transpose(master, b, add=False)
-        if r < R:
-            a, b = torch.nn.functional.pad(a, (0, 0, 0, R - r)), torch.nn.functional.pad(b, (0, 0, 0, 0, 0, R - r))
-        return a, b
+    def _passing(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """For one call. What lies as the kernels read it is read where it lies."""
+        E, r, master = self.experts, self.rank, self.lora_B.detach()
+        if r < self.padded or self.lora_A.dtype != dtype or not self._transposed(master):
+            return self._written(self._room(dtype))
+        return self.lora_A.detach().view(E, r, -1), master.t().view(r, E, -1)
 
     def _transpose(self, source: Tensor, out: Tensor, add: bool) -> None:
         rows, cols = source.shape

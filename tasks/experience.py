@@ -89,7 +89,11 @@ def pace_digest(recipe: Recipe, phase: str) -> str:
     else:
         decides["gpus"] = recipe.box.gpus
     # What the card chooses by itself is the same for the same recipe and tier.
-    decides |= {name: word for name in ("recompute", "micro_batches") if (word := getattr(recipe, name)) != "auto"}
+    decides |= {
+        name: word
+        for name in ("recompute", "micro_batches", "cuda_graphs")
+        if (word := getattr(recipe, name)) != "auto"
+    }
     of_phase = {"kind", "batch_size", "accumulation", "max_length", "generations", "max_completion_length", "beta"}
     decides["phase"] = recipe.phase(phase).model_dump(mode="json", include=of_phase)
     decides["device"] = recipe.box.device

@@ -147,5 +147,6 @@ def _document_by_document(
     outputs = [
         rule(query[:, a:b], key[:, a:b], value[:, a:b], g=g[:, a:b], beta=beta[:, a:b], **fixed)[0]
         for a, b in itertools.pairwise(ends)
+        if b > a
     ]
     return torch.cat(outputs, 1), None

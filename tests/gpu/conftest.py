@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import yaml
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", TOKENIZERS_PARALLELISM="false")
 
+from tests.gpu.timeline import line
 from training.contract.events import Event, read_events
 
 ROOT = Path(__file__).parents[2]
@@ -31,21 +32,25 @@ class CardRun:
     folder: Path
     recipe: Path
     world: Path
+    starts: list[float] = field(default_factory=list)
+    """When each runner was started, in seconds since the epoch."""
+    _told: int = 0
 
     def start(self) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "training.runner", "--recipe", str(self.recipe), "--folder", str(self.folder)]
         command += ["--model", str(self.world / "model"), "--data-dir", str(self.world / "datasets")]
         self.folder.mkdir(parents=True, exist_ok=True)
         log = (self.folder / "log").open("ab")
+        self.starts.append(time.time())
         return subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=log, stderr=subprocess.STDOUT)
 
     def run(self, timeout_s: float) -> None:
         runner = self.start()
         try:
-            code = runner.wait(timeout=timeout_s)
+            self.wait_for(lambda: runner.poll() is not None, timeout_s)
         finally:
             self.kill(runner)
-        assert code == 0, (self.folder / "log").read_text()[-6000:]
+        assert runner.returncode == 0, (self.folder / "log").read_text()[-6000:]
 
     def kill(self, runner: subprocess.Popen[bytes]) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -53,14 +58,26 @@ class CardRun:
         runner.wait()
 
     def wait_for(self, found: Callable[[], bool], timeout_s: float) -> None:
+        """AssertionError with the end of the log after `timeout_s`. Events are printed as they come, so a run that is cut off shows how far it was."""
         deadline = time.monotonic() + timeout_s
         while not found():
+            self._tell()
             assert time.monotonic() < deadline, (self.folder / "log").read_text()[-3000:]
             time.sleep(0.2)
+        self._tell()
 
     def of(self, kind: str) -> list[Any]:
-        events: list[Event] = list(read_events(self.folder / "events.jsonl"))
-        return [event for event in events if event.kind == kind]
+        return [event for event in self.events() if event.kind == kind]
+
+    def events(self) -> list[Event]:
+        return list(read_events(self.folder / "events.jsonl"))
+
+    def _tell(self) -> None:
+        new = self.events()[self._told :]
+        self._told += len(new)
+        for event in new:
+            if told := line(event, self.starts[-1]):
+                print(told, flush=True)
 
 
 def card_recipe(**changes: Any) -> dict[str, Any]:

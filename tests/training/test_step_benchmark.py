@@ -1,22 +1,17 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.training.tiny_step import tiny
 from training import lean
-from training.step_benchmark import Bench, Setting, Way, _agreement, _marks, lines, measure, shares, ways
+from training.step_benchmark import Bench, Way, _agreement, lines, measure, ways
 
 pytestmark = pytest.mark.train
-
-
-def tiny(**changes: Any) -> Setting:
-    given = {"layers": 4, "tokens": 96, "micro": (24, 48), "rank": 4, "steps": 1, "device": "cpu", "dtype": "float32"}
-    return Setting(**{**given, "tiny": True, **changes})
 
 
 def test_every_way_makes_the_same_step_and_the_ratios_are_of_its_rates() -> None:
@@ -59,28 +54,6 @@ def test_each_way_puts_its_own_forwards_in_place_and_takes_the_others_away() -> 
     assert not any("forward" in module.__dict__ for module in bench.base.model.modules())
 
 
-def test_a_kernel_belongs_to_the_part_that_was_marked_last_before_its_launch_and_overlaps_count_once() -> None:
-    def mark(at: float, name: str) -> dict[str, Any]:
-        return {"cat": "user_annotation", "name": f"livery:{name}", "ts": at}
-
-    def kernel(launched: float, at: float, us: float, number: int) -> list[dict[str, Any]]:
-        return [
-            {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": launched, "args": {"correlation": number}},
-            {"cat": "kernel", "name": "k", "ts": at, "dur": us, "args": {"correlation": number}},
-        ]
-
-    events = [
-        mark(0, "attention"),
-        *kernel(1, 100, 1000, 1),
-        mark(2, "head"),
-        *kernel(3, 600, 1500, 2),
-        {"cat": "kernel", "name": "from nowhere", "ts": 5000, "dur": 500, "args": {"correlation": 9}},
-    ]
-    busy_ms, parts = shares(events)
-    assert parts == {"head": 1.5, "attention": 1.0, "unknown": 0.5}
-    assert busy_ms == pytest.approx(2.5)
-
-
 def test_the_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from training.benchmark import main
 
@@ -88,7 +61,7 @@ def test_the_command_writes_what_it_measured(tmp_path: Path, capsys: pytest.Capt
     words = "step --tiny --rank 4 --steps 1 --micro 24 48 --only seed ours --recompute mixer --json"
     assert main([*words.split(), str(out)]) == 0
     document = json.loads(out.read_text())
-    assert document["what"] == "step" and list(document["ways"]) == ["ours 48", "seed 24", "ours 24", "seed 48"]
+    assert document["what"] == "step" and list(document["ways"]) == ["seed 24", "ours 48", "ours 24", "seed 48"]
     assert document["ways"]["ours 48"]["recompute"] == "mixer"
     assert "s a step" in capsys.readouterr().out
 
@@ -112,22 +85,23 @@ def test_without_a_card_the_real_step_is_refused(capsys: pytest.CaptureFixture[s
     assert "no CUDA card here" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("policy", ["none", "experts_kept", "stock"])
-def test_marks_reach_every_part_and_change_nothing(policy: Any) -> None:
-    ours = policy != "stock"
-    bench = Bench(tiny(recompute=policy if ours else "auto"))
-    bench.choose(Way("ours", 48, "grouped", lean=True) if ours else Way("stock", 48, "peft"))
-    batch = bench.batches(48, False, 1)[0]
-    gradients = []
-    for marked in (False, True):
-        with _marks(bench.base) if marked else nullcontext(), torch.profiler.profile() as profile:
-            bench.loss(batch, 48).backward()
-        gradients.append(bench._gradients())
-        bench.clear()
-        seen = {event.name.removeprefix("livery:") for event in profile.events() if event.name.startswith("livery:")}
-        parts = {"attention", "gated delta net", "routed experts", "shared expert and router", "norms and residuals"}
-        assert seen == ({*parts, "head"} if marked else set())
-    for group, tensors in gradients[0].items():
-        for one, other in zip(tensors, gradients[1][group], strict=True):
-            assert torch.equal(one, other), group
-    assert lean.replaced(bench.model) == {} and lean.handed_over(bench.model) == {}
+def test_the_fast_ways_are_timed_after_a_whole_step_and_the_slow_ones_after_a_micro_batch() -> None:
+    class Counting(Bench):
+        def _step(self, batches: Any, items: int, run: Any) -> float:
+            steps.append(len(batches))
+            return super()._step(batches, items, run)
+
+    steps: list[int] = []
+    bench = Counting(tiny(steps=2))
+    fast = bench.measure(Way("ours", 48, "grouped", lean=True))
+    assert steps == [1, 2, 2, 2] and len(fast["step_s_all"]) == 2
+    steps.clear()
+    slow = bench.measure(Way("stock", 24, "peft"))
+    assert steps == [1, 4, 4] and len(slow["step_s_all"]) == 2
+
+
+def test_shares_and_peaks_that_no_card_gave_are_unknown() -> None:
+    facts = Bench(tiny()).measure(Way("ours", 48, "grouped", lean=True))
+    unknown = ("busy_ms", "busy_share", "step_busy_share", "peak_gb", "peak_reserved_gb", "static_gb", "mfu")
+    assert [facts[name] for name in unknown] == [None] * len(unknown)
+    assert facts["micro_ms"] > 0 and facts["optimizer_ms"] > 0

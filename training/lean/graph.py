@@ -1,89 +1,164 @@
 """A whole micro-batch as one CUDA graph: forward, backward and the gradients' sums, launched by one call.
 
-At 4,096 tokens a micro-batch is some 8,000 kernels, each of which takes the host 40 to 60 us to launch; the card needs half of that. A graph is bound
-to what it was captured with: shapes, the memory of its inputs, of the masters and of their gradients.
+At 4,096 tokens a micro-batch is some 6,000 kernels, each of which takes the host 40 to 60 us to launch; the card needs half of that. A graph is bound
+to what it was captured with: shapes, the memory of its inputs, of the masters, of the copies that the kernels read, and of the gradients.
+
+The copies are written by a graph of their own, once after each optimizer step. Shape letters: T tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from kernels.adapter import optimizer_steps
+from training import experts
+
 _WARM_UP = 2
+Results = Callable[[dict[str, Any]], tuple[Tensor, ...]]
+"""Of a batch: the loss, then whatever else is wanted of it."""
+_COUNTS = ("livery_calls", "livery_adapted", "livery_trained")
+
+
+class Recorder(Protocol):
+    """What makes a piece of work repeatable."""
+
+    def warm_up(self, work: Callable[[], None]) -> None:
+        """Do it once, for real."""
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Returns what does it again, with the memory that `work` used now. Whether it is done now, too, is not said."""
+
+
+class CudaGraphs:
+    """CUDA graphs of one memory pool: they are never replayed at the same time, and so may use each other's."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def warm_up(self, work: Callable[[], None]) -> None:
+        # On a stream of its own, as the capture will have it: then the allocator has seen that stream, too.
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            work()
+        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.synchronize()
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        graph = torch.cuda.CUDAGraph()
+        # A data loader's thread, or one that looks after the card, may go on meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        return graph.replay
 
 
 class MicroBatchGraph:
-    """`graph(batch)` adds the gradients of `loss_of(batch)` to every trainable parameter's .grad, and returns the loss.
+    """`graph(batch)` adds the gradients of `results_of(batch)[0]` to every trainable parameter's .grad, and returns the results.
 
-    Every batch must have the shapes of the one it was captured with; what is no tensor is taken from that one. The loss is overwritten by the next call.
-    Adapters are copied to the kernels' dtype inside the graph, so a replay sees what any optimizer wrote. Zero gradients in place between steps
-    (`zero_grad(set_to_none=False)`): a new .grad would be one that the graph does not know. ValueError where that has happened.
+    Every batch must have the shapes of the one it was captured with; what is no tensor is taken from that one. Results are overwritten by the next
+    call. Gradients lie in memory of the graph's own: after an optimizer step they are zeroed and put in place, whatever the step left there.
+    To be captured between two steps, while gradients are None or of no worth. RuntimeError where something in the micro-batch waits for the host.
     """
 
-    def __init__(self, model: nn.Module, loss_of: Callable[[dict[str, Any]], Tensor], batch: Mapping[str, Any]) -> None:
-        self._batch = {name: each.clone() if _on_card(each) else each for name, each in batch.items()}
+    def __init__(
+        self, model: nn.Module, results_of: Results, batch: Mapping[str, Any], recorder: Recorder | None = None
+    ) -> None:
+        recorder = recorder or CudaGraphs()
+        self._wrappers = [wrapper for _, wrapper in experts.outer_wrappers(model)]
+        self._batch = {name: each.clone() if _moves(each) else each for name, each in batch.items()}
         self._trainable = [each for each in model.parameters() if each.requires_grad]
-        before = [None if each.grad is None else each.grad.clone() for each in self._trainable]
-        self._warm_up(loss_of)
-        self._graph = torch.cuda.CUDAGraph()
-        _copy_anew(model)
-        with torch.cuda.graph(self._graph):
-            loss = loss_of(self._batch)
-            loss.backward()  # type: ignore[no-untyped-call]
-            self._loss = loss.detach()
-        # What was copied while capturing lies in the graph's own memory, and holds nothing before a replay.
-        _copy_anew(model)
-        self._grads = [each.grad for each in self._trainable]
-        with torch.no_grad():
-            for grad, old in zip(self._grads, before, strict=True):
-                if grad is not None:
-                    grad.zero_() if old is None else grad.copy_(old)
+        self._places = [each.data_ptr() for each in self._trainable]
+        # Before anything runs: put into what a forward pass has left free, each would keep a large block from being given back.
+        self._grads = [torch.zeros_like(each) for each in self._trainable]
+        self._results: tuple[Tensor, ...] = ()
+        before = self._counts()
 
-    def __call__(self, batch: Mapping[str, Any]) -> Tensor:
-        if any(each.grad is not grad for each, grad in zip(self._trainable, self._grads, strict=True)):
-            raise ValueError(
-                "a parameter has another .grad than when the graph was captured; want zero_grad(set_to_none=False)"
-            )
+        def work() -> None:
+            results = results_of(self._batch)
+            results[0].backward()  # type: ignore[no-untyped-call]
+            self._results = tuple(each.detach() for each in results)
+
+        self._put_gradients()
+        for _ in range(_WARM_UP):
+            recorder.warm_up(work)
+        self._renew = recorder.record(lambda: _renew_copies(model))
+        warm = self._counts()
+        self._replay = recorder.record(work)
+        self._ran = [
+            [now - then for now, then in zip(*each, strict=True)] for each in zip(self._counts(), warm, strict=True)
+        ]
+        self._set_counts(before)
+        self._steps = optimizer_steps()
+        self._renew()
+        self._put_gradients()
+
+    @property
+    def fits_model(self) -> bool:
+        """False once a master's memory is another than it was: then only a new graph will do."""
+        return all(each.data_ptr() == place for each, place in zip(self._trainable, self._places, strict=True))
+
+    def __call__(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        self._begin()
         for name, mine in self._batch.items():
-            if not _on_card(mine):
+            if not _moves(mine):
                 continue
             if batch[name].shape != mine.shape or batch[name].dtype != mine.dtype:
                 raise ValueError(
                     f"{name}: {batch[name].dtype} {list(batch[name].shape)}; the graph was captured with {mine.dtype} {list(mine.shape)}"
                 )
             mine.copy_(batch[name], non_blocking=True)
-        self._graph.replay()
-        return self._loss
+        self._replay()
+        # What a replay runs, Python does not see: whoever counts forwards of the experts must hear of it.
+        for wrapper, ran in zip(self._wrappers, self._ran, strict=True):
+            for name, more in zip(_COUNTS, ran, strict=True):
+                setattr(wrapper, name, getattr(wrapper, name) + more)
+        return self._results
 
-    def _warm_up(self, loss_of: Callable[[dict[str, Any]], Tensor]) -> None:
-        """Everything is compiled, every .grad is there, and the allocator of the stream has seen it all."""
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            for _ in range(_WARM_UP):
-                loss_of(self._batch).backward()  # type: ignore[no-untyped-call]
-        torch.cuda.current_stream().wait_stream(aside)
-        torch.cuda.synchronize()
+    def _begin(self) -> None:
+        """After an optimizer step, new copies of the masters and gradients of nothing."""
+        if self._steps != optimizer_steps():
+            self._steps = optimizer_steps()
+            self._renew()
+            self._put_gradients()
+        elif any(each.grad is not grad for each, grad in zip(self._trainable, self._grads, strict=True)):
+            raise ValueError(
+                "a parameter has another .grad than when the graph was captured; want one optimizer step, then the next micro-batches"
+            )
+
+    def _put_gradients(self) -> None:
+        with torch.no_grad():
+            torch._foreach_zero_(self._grads)
+        for each, grad in zip(self._trainable, self._grads, strict=True):
+            each.grad = grad
+
+    def _counts(self) -> list[list[int]]:
+        return [[getattr(wrapper, name) for name in _COUNTS] for wrapper in self._wrappers]
+
+    def _set_counts(self, counts: list[list[int]]) -> None:
+        for wrapper, each in zip(self._wrappers, counts, strict=True):
+            for name, count in zip(_COUNTS, each, strict=True):
+                setattr(wrapper, name, count)
 
 
-def _on_card(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_cuda
+def _moves(value: Any) -> bool:
+    return isinstance(value, Tensor)
 
 
-def _copy_anew(model: nn.Module) -> None:
-    """Have every adapter copied to the kernels' dtype by the next forward, which while capturing makes it a part of the graph."""
-    for copies in _linear_copies(model):
-        copies._seen = ()
+def _renew_copies(model: nn.Module) -> None:
+    for copies in _copies(model):
+        copies.renew()
+
+
+def _copies(model: nn.Module) -> Iterator[Any]:
+    """Everything that holds the adapters in the kernels' dtype."""
+    for module in model.modules():
+        for inputs in module.__dict__.get("livery_inputs", {}).values():
+            yield from inputs.copies()
     for parameter in model.parameters():
         kept = getattr(parameter, "livery_adapter", None)
         if kept is not None:
-            kept.renew()
-
-
-def _linear_copies(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        for inputs in module.__dict__.get("livery_inputs", {}).values():
-            yield from inputs._copies.values()
+            yield kept

@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from training.contract.families import FAMILIES, Family
+from training.contract.families import Family
 from training.experts import who
 from training.lean import attention, blocks, delta_net, layers
 from training.lean.host_inputs import HostInputs
 from training.lean.linears import Inputs
+from training.model import family_of
 
 _MARKS = (
     "livery_inputs",
@@ -55,10 +56,11 @@ class Kind(NamedTuple):
 def install(model: nn.Module) -> Installed:
     """Give each module of the decoder that can be computed here our forward, on the instance; a PEFT model or a bare one, adapters in place.
 
-    What it cannot compute stays stock and is named in `left`. To install again is to look again. ValueError for a model of no known family.
+    What it cannot compute stays stock and is named in `left`. To install again is to look again. LivenessError for a model of no known family,
+    ValueError for one without its decoder layers.
     """
     remove(model)
-    family = _family_of(model)
+    family = family_of(model)
     kinds = {kind.module_class: kind for kind in _kinds(family)}
     counts: Counter[str] = Counter()
     left: dict[str, str] = {}
@@ -138,14 +140,14 @@ def recompute_of(model: nn.Module) -> str | None:
 def takes_no_mask(model: nn.Module) -> bool:
     """Whether packed rows may come with `None` for every kind of mask on a card: the text model takes a dictionary of masks, and every attention
     layer is ours."""
-    family = _family_of(model)
+    family = family_of(model)
     return family.layers.mask_a_kind and _attends_by_lengths(model, family)
 
 
 def no_mask(model: nn.Module, device: torch.device) -> Any:
     """What to give a model as `attention_mask` on a card, so that it builds none for packed rows; None where it must, since an attention layer is not
     ours. A text model that takes no dictionary of masks hands through one of four dimensions as it is, and our layers do not read it."""
-    family = _family_of(model)
+    family = family_of(model)
     if not _attends_by_lengths(model, family):
         return None
     if family.layers.mask_a_kind:
@@ -200,14 +202,6 @@ def _is_installed(module: nn.Module) -> bool:
 
 def _decoder_layers(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if "livery_recompute" in module.__dict__]
-
-
-def _family_of(model: Any) -> Family:
-    seen = model.config.get_text_config().model_type
-    for family in FAMILIES.values():
-        if family.model_type == seen:
-            return family
-    raise ValueError(f"model type {seen} is in no family; known are {', '.join(FAMILIES)}")
 
 
 def _class(family: Family, name: str) -> type:

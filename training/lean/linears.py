@@ -5,6 +5,7 @@ Saving, loading, merging and switching stay PEFT's own; only the products are ou
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from peft.tuners.lora.layer import Linear as LoraLinear
@@ -50,6 +51,10 @@ class Inputs:
         return tuple(
             _called(linear, x) if each is None else next(outputs) for each, linear in zip(found, linears, strict=True)
         )
+
+    def copies(self) -> Iterable[Copies]:
+        """What holds the factors in the kernels' dtype, by the adapters that have been switched on."""
+        return self._copies.values()
 
     def _project(self, x: Tensor, found: list[tuple[Projection, str | None]]) -> tuple[Tensor, ...]:
         if not found:

@@ -35,8 +35,11 @@ def _row_numbers(rows: int, tokens: int, device: torch.device) -> Tensor:
 
 
 def chunk_indices(options: dict[str, Any], device: torch.device) -> Tensor | None:
-    """(document, chunk in it) of every chunk of 64 tokens, [C, 2] int32 on the card, from the lengths that the host holds (`cu_seq_lens_cpu`); None
-    without them. Made for the first layer that asks, kept for the rest of the micro-batch."""
+    """(document, chunk in it) of every chunk of 64 tokens, [C, 2] int32 on the card: what the model was given, or made from the lengths that the host
+    holds (`cu_seq_lens_cpu`) for the first layer that asks, and kept for the rest of the micro-batch; None without either."""
+    given: Tensor | None = options.get("chunk_indices")
+    if given is not None:
+        return given
     ends = options.get("cu_seq_lens_cpu")
     if ends is None:
         return None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from training.checkpoint import ADAPTER_FILES
 from training.contract.families import FAMILIES
 from training.contract.layout import PROBE
 from training.contract.memory import USABLE, recompute_for
-from training.contract.micro_batches import regrouped
+from training.contract.micro_batches import ENOUGH_TOKENS, regrouped
 from training.contract.recipe import GrpoPhase, Phase, Recipe, Recompute
 from training.contract.rows import Row, read_rows
 from training.contract.shapes import shape_in
@@ -28,7 +29,7 @@ from training.data import Prepared
 from training.errors import ModelError, Stage
 from training.model import ADAPTER, attach, expected_counts, load_base, load_tokenizer, release, require_groups
 from training.phases.desk import Desk
-from training.phases.reporter import Reporter, summary
+from training.phases.reporter import Reporter, TokenCount, summary
 
 _CANARY_TOKENS = 48
 _OPTIMIZERS = {"adamw_8bit": "adamw_torch_8bit", "adamw": "adamw_torch_fused"}
@@ -126,15 +127,17 @@ def _train(desk: Desk, prepare: Prepare, build: Build, packed: bool) -> Path:
         from training.sharded.trainer import adapt
 
         adapt(trainer, recipe)
+    count = TokenCount()
     if getattr(model, "livery_lean", None) is not None:
         from training.phases import lean_trainer  # it needs triton, as the layers do
 
-        lean_trainer.adapt(trainer)
+        lean_trainer.adapt(trainer, _graphs(desk, model, count))
         trainer.add_callback(
             lean_trainer.HandoverWatch(
                 lambda reason: _take_slowly(desk, reason), lambda reason: desk.notice("slow path", reason)
             )
         )
+    _set_optimizer(desk, trainer)
     trainer.remove_callback(PrinterCallback)  # the events say it
     liveness.require_arguments(trainer.args, desk.phase)
     guard = _guard(desk, trainer, groups)
@@ -144,7 +147,15 @@ def _train(desk: Desk, prepare: Prepare, build: Build, packed: bool) -> Path:
     last = desk.name == recipe.phase_names[-1]
     write_probe = (lambda directory: _write_probe(trainer, sample, directory)) if last else None
     trainer.add_callback(
-        Reporter(desk, start, before, prepared.rows, grad_norms=lambda: guard.last_norms, write_probe=write_probe)
+        Reporter(
+            desk,
+            start,
+            before,
+            prepared.rows,
+            grad_norms=lambda: guard.last_norms,
+            write_probe=write_probe,
+            count=count,
+        )
     )
     trainer.train(resume_from_checkpoint=str(desk.resume_dir) if desk.resume_dir else None)
     return _finish(desk, trainer, start)
@@ -217,7 +228,19 @@ def _packing_holds(model: Any, desk: Desk) -> bool:
             raise
         desk.notice("training unpacked", str(error))
         return False
+    _say_attention(desk, model)
     return True
+
+
+def _say_attention(desk: Desk, model: Any) -> None:
+    """Which kernel the attention over packed documents runs on."""
+    if getattr(model, "livery_lean", None) is None:
+        return
+    from training.lean import attention
+
+    choice = attention.packed_choice(model)
+    if choice is not None:
+        desk.notice("slow path" if choice.slow else "packed attention", choice.reason, routine=not choice.slow)
 
 
 def _require_fast_paths(desk: Desk, model: Any) -> None:
@@ -311,6 +334,19 @@ def _set_recompute(desk: Desk, model: Any, split: Phase) -> None:
     desk.notice("recompute", f"{policy}: {why}", routine=True)
 
 
+def _graphs(desk: Desk, model: Any, count: TokenCount) -> Any:
+    """What runs packed micro-batches as graphs: on a card, of a base that lies on it whole, with nothing in the layers that waits for the host."""
+    recipe = desk.assignment.recipe
+    cuda = recipe.box.device == "cuda"
+    if not cuda or recipe.cuda_graphs == "off" or recipe.model.quantisation != "none" or not _is_counted(model):
+        return None
+    if desk.phase.kind not in ("cpt", "sft"):
+        return None
+    from training.phases.lean_trainer import Graphs  # it needs triton, as the layers do
+
+    return Graphs(lambda text: desk.notice("cuda graph", text, routine=True), count, ENOUGH_TOKENS)
+
+
 def _policy(desk: Desk, model: Any, split: Phase) -> tuple[Recompute, str]:
     recipe = desk.assignment.recipe
     if recipe.recompute != "auto":
@@ -327,6 +363,19 @@ def _policy(desk: Desk, model: Any, split: Phase) -> tuple[Recompute, str]:
 
 def _card_gb(model: Any) -> float:
     return float(torch.cuda.get_device_properties(next(model.parameters()).device).total_memory / 1e9)
+
+
+def _set_optimizer(desk: Desk, trainer: Any) -> None:
+    """On a card and in one process, the recipe's AdamW and clipping in one pass over memory; several processes clip together. Checkpoints are the same."""
+    if desk.assignment.recipe.box.device != "cuda" or desk.crew.size > 1:
+        return
+    if find_spec("triton") is None:  # said as a slow path already
+        return
+    from training import optimizer
+
+    reason = optimizer.adapt(trainer)
+    if reason:
+        desk.notice("optimizer", f"the library's own, and clipping in a pass of its own: {reason}")
 
 
 def _sample(tokenizer: Any, rows: Sequence[Row], model: Any) -> torch.Tensor:

@@ -10,6 +10,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,19 +23,39 @@ from kernels.head import IGNORED, token_log_probs
 from training import lean
 from training.experts import who
 from training.lean import attention
+from training.lean.graph import CudaGraphs, Recorder
+from training.lean.packed_graph import LEAST_FULL, PackedGraphs, Room
+from training.phases.reporter import TokenCount
 
 _GIVEN = {"log_probs", "entropy", "is_top1", "mean_logits"}
 _HOST_ENDS = "cu_seq_lens_host"
 """Where the documents of a packed row end, as plain numbers: accelerate sends every tensor of a batch to the card."""
 
 
-def adapt(trainer: Any) -> None:
+@dataclass(frozen=True)
+class Graphs:
+    """That packed micro-batches shall run as CUDA graphs, and who is told."""
+
+    tell: Callable[[str], None]
+    """Of the capture, or of why there is none."""
+    count: TokenCount
+    """Sees what goes through the model, which a replay hides."""
+    at_most: int
+    """Tokens of a micro-batch."""
+    recorder: Callable[[], Recorder] = CudaGraphs
+
+
+def adapt(trainer: Any, graphs: Graphs | None = None) -> None:
     """Give this trainer, newly built by TRL, our head and, for SFT and CPT, our loss. ValueError if TRL asks the head for what it does not give."""
     supervised = isinstance(trainer, SFTTrainer)
     install_head(trainer.model.get_base_model(), labelled_only=not supervised)
     # An auxiliary loss reads the router's logits, which TRL's own loss collects.
-    if supervised and not trainer.aux_loss_enabled:
-        _Supervised(trainer)
+    ours = _Supervised(trainer) if supervised and not trainer.aux_loss_enabled else None
+    if graphs is None:
+        return
+    reason = "the loss is TRL's own" if ours is None else ours.run_graphs(graphs)
+    if reason:
+        graphs.tell(f"none, {reason}: micro-batches are launched kernel by kernel")
 
 
 def install_head(base: Any, *, labelled_only: bool = False) -> None:
@@ -155,6 +176,8 @@ class _Supervised:
         self._stock_loss, self._stock_log = trainer.compute_loss, trainer.log
         self._seen: list[Tensor] = []
         """Of each micro-batch of the step: sum of the entropies, labels that were the likeliest, labels, tokens."""
+        self._graphs: tuple[Graphs, PackedGraphs] | None = None
+        self._stock_step = trainer.training_step
         trainer.compute_loss, trainer.log = self.compute_loss, self.log
         if getattr(trainer.data_collator, "padding_free", False):
             trainer.data_collator = _with_host_ends(trainer.data_collator)
@@ -168,17 +191,59 @@ class _Supervised:
         inputs = _packed(trainer.model, inputs)
         if return_outputs or not trainer.model.training:
             return self._stock_loss(model, inputs, return_outputs, num_items_in_batch)
-        outputs = model(**{**inputs, "use_cache": False}, fused_lm_head=True)
-        with torch.no_grad():
-            labels = outputs.label_mask.sum()
-            counts = (outputs.entropy.sum(), outputs.is_top1.sum(), labels, _tokens(inputs, labels))
-            self._seen.append(torch.stack([each.float() for each in counts]))
-        items = labels if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
-        loss = -outputs.log_probs.sum() / items.clamp(min=1)
+        log_probs, counts = _scores(model, inputs)
+        self._seen.append(torch.cat([counts, _tokens(inputs, counts).reshape(1)]))
+        items = counts[2] if num_items_in_batch is None else torch.as_tensor(num_items_in_batch)
+        loss = -log_probs.sum() / items.clamp(min=1)
         if num_items_in_batch is not None and trainer.args.average_tokens_across_devices:
             # The labels are those of all processes, whose gradients are averaged.
             loss = loss * trainer.accelerator.num_processes
         return loss
+
+    def run_graphs(self, graphs: Graphs) -> str:
+        """From now on each micro-batch is one graph. Returns why not, if not."""
+        trainer = self._trainer
+        lengths = (
+            getattr(trainer.train_dataset, "column_names", None) and "seq_lengths" in trainer.train_dataset.column_names
+        )
+        if not getattr(trainer.data_collator, "livery_ends", False) or not lengths:
+            return "rows are not packed"
+        if trainer.accelerator.num_processes > 1:
+            return f"{trainer.accelerator.num_processes} processes wait for each other"
+        rows = [row for row in trainer.train_dataset["seq_lengths"] if row]
+        room = Room.for_rows(rows, trainer.args.per_device_train_batch_size)
+        if room.tokens > graphs.at_most:
+            return f"micro-batches are of {room.tokens} tokens, over {graphs.at_most}, and keep the card busy for longer than the host"
+        full = trainer.args.per_device_train_batch_size * sum(map(sum, rows)) / len(rows) / room.tokens
+        if full < LEAST_FULL:
+            return f"rows would fill {full:.0%} of a graph, and what is free would cost as much"
+        self._graphs = graphs, PackedGraphs(trainer.model, self._results, room, graphs.tell, graphs.recorder)
+        trainer.training_step = self.training_step
+        return ""
+
+    def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """The trainer's, forward and backward, by one launch if this is a row that a graph is for."""
+        assert self._graphs is not None
+        (graphs, packed), ends = self._graphs, inputs.get(_HOST_ENDS)
+        if ends is None or num_items_in_batch is None or "labels" not in inputs:
+            return self._stock_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
+        if not model.training:
+            model.train()
+        given = self._trainer._prepare_inputs({name: inputs[name] for name in ("input_ids", "labels")})
+        with graphs.count.replaced(ends[-1], 1):
+            found = packed(given["input_ids"], given["labels"], ends, torch.as_tensor(num_items_in_batch))
+        if found is None:
+            return self._stock_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
+        loss, counts = found
+        self._seen.append(torch.cat([counts, counts.new_full((1,), ends[-1])]))
+        return loss.clone()
+
+    def _results(self, inputs: dict[str, Any], items: Tensor) -> tuple[Tensor, Tensor]:
+        """(loss, counts) of a graph's micro-batch."""
+        trainer = self._trainer
+        with trainer.compute_loss_context_manager():
+            log_probs, counts = _scores(trainer.model_wrapped, _without_mask(trainer.model, inputs))
+        return -log_probs.sum() / items.clamp(min=1), counts
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """TRL's, with the metrics read back at once. Collective if there were micro-batches."""
@@ -223,6 +288,13 @@ class HandoverWatch(TrainerCallback):
             )
 
 
+def _scores(model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+    """Log-probabilities of the labels, and [3]: sum of the entropies, labels that were the likeliest, labels."""
+    outputs = model(**{**inputs, "use_cache": False}, fused_lm_head=True)
+    counts = (outputs.entropy.detach().sum(), outputs.is_top1.sum(), outputs.label_mask.sum())
+    return outputs.log_probs, torch.stack([each.float() for each in counts])
+
+
 def _tokens(inputs: Mapping[str, Any], like: Tensor) -> Tensor:
     mask = inputs.get("attention_mask")
     # A packed row is all tokens.
@@ -239,6 +311,7 @@ def _with_host_ends(collate: Callable[[Any], dict[str, Any]]) -> Callable[[Any],
         batch = collate(examples)
         return {**batch, _HOST_ENDS: tuple(batch["cu_seq_lens_q"].tolist())}
 
+    collated.livery_ends = True  # type: ignore[attr-defined]
     return collated
 
 
@@ -249,10 +322,12 @@ def _packed(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     if ends is None or lean.recompute_of(model) is None:
         return given
     given["cu_seq_lens_cpu"] = torch.tensor(ends, dtype=torch.int32)
+    return _without_mask(model, given)
+
+
+def _without_mask(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Packed inputs, with what keeps the model from building a mask of T x T, and reading it on the host, where its attention goes by the ends of the
+    documents. Not so in float32, which the variable-length kernel does not take."""
     embeddings = model.get_input_embeddings().weight
-    mask = lean.no_mask(model, given["input_ids"].device) if attention.takes_packed(embeddings) else None
-    if mask is not None:
-        # Its attention goes by the ends of the documents; a mask of T x T would be built, and read on the host, for nobody. Not so in float32, which
-        # the variable-length kernel does not take.
-        given["attention_mask"] = mask
-    return given
+    mask = lean.no_mask(model, inputs["input_ids"].device) if attention.takes_packed(embeddings) else None
+    return inputs if mask is None else {**inputs, "attention_mask": mask}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ class TokenCount:
         self._tokens: list[int | torch.Tensor] = []
         self._rows = 0
         self._hook: Any = None
+        self._paused = False
 
     def watch(self, model: Any) -> None:
         self._hook = model.register_forward_pre_hook(self._see, with_kwargs=True)
@@ -37,6 +39,17 @@ class TokenCount:
         self._tokens, self._rows = [], 0
         return tokens, rows
 
+    @contextlib.contextmanager
+    def replaced(self, tokens: int, rows: int) -> Iterator[None]:
+        """What goes through the model meanwhile counts as these, however often and in whatever form it does."""
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+        self._tokens.append(tokens)
+        self._rows += rows
+
     def close(self) -> None:
         if self._hook is not None:
             self._hook.remove()
@@ -44,7 +57,7 @@ class TokenCount:
 
     def _see(self, model: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         ids, mask = given.get("input_ids"), given.get("attention_mask")
-        if ids is None or not torch.is_grad_enabled() or not model.training:
+        if self._paused or ids is None or not torch.is_grad_enabled() or not model.training:
             return
         self._rows += ids.shape[0]
         # Where packed rows need no mask, there may be one `None` a kind of layer.
@@ -63,11 +76,13 @@ class Reporter(TrainerCallback):
         *,
         grad_norms: Callable[[], Mapping[str, float]] = dict,
         write_probe: Callable[[Path], None] | None = None,
+        count: TokenCount | None = None,
     ) -> None:
-        """`grad_norms` gives the newest norm of each group's gradient; `write_probe` puts a probe beside the last adapter of the run."""
+        """`grad_norms` gives the newest norm of each group's gradient; `write_probe` puts a probe beside the last adapter of the run; `count` is somebody
+        else's, too."""
         self._desk, self._start, self._before, self._rows = desk, start, before, rows
         self._grad_norms, self._write_probe = grad_norms, write_probe
-        self._count = TokenCount()
+        self._count = count or TokenCount()
         self._seconds, self._counted = 0.0, (0, 0)
         """Of the last step, over all processes: its length, its tokens and rows."""
 

@@ -19,6 +19,7 @@ from training import lean, packing
 from training.lean import attention
 from training.model import attach, load_base, load_tokenizer, lora_tensors
 from training.phases import lean_trainer
+from training.phases.reporter import TokenCount
 
 OUTPUTS = ("log_probs", "entropy", "is_top1", "mean_logits")
 
@@ -118,8 +119,29 @@ class Seen(TrainerCallback):
         self.logs.append(dict(logs))
 
 
-def supervised(tiny: Path, into: Path, *, ours: bool, batch: int, accumulation: int, packed: bool = False) -> Seen:
-    """One optimizer step over four rows of different lengths."""
+class Again:
+    """A recorder of graphs for a machine without a card: the same work is done again in the same memory."""
+
+    def warm_up(self, work: Any) -> None:
+        work()
+
+    def record(self, work: Any) -> Any:
+        return work
+
+
+def supervised(
+    tiny: Path,
+    into: Path,
+    *,
+    ours: bool,
+    batch: int,
+    accumulation: int,
+    packed: bool = False,
+    steps: int = 1,
+    max_length: int = 256,
+    graphs: lean_trainer.Graphs | None = None,
+) -> Seen:
+    """Optimizer steps over four rows of different lengths."""
     recipe = recipe_of("tiny-moe")
     packing.install()
     model = attach(load_base(tiny / "model", recipe), recipe, None)
@@ -131,9 +153,10 @@ def supervised(tiny: Path, into: Path, *, ours: bool, batch: int, accumulation: 
         output_dir=str(into),
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=accumulation,
-        max_steps=1,
+        max_steps=steps,
         max_grad_norm=0.0,
-        max_length=256,
+        max_length=max_length,
+        learning_rate=1e-2,
         packing=packed,
         packing_strategy="bfd_split",
         dataset_text_field="text",
@@ -155,7 +178,9 @@ def supervised(tiny: Path, into: Path, *, ours: bool, batch: int, accumulation: 
         callbacks=[seen],
     )
     if ours:
-        lean_trainer.adapt(trainer)
+        lean_trainer.adapt(trainer, graphs)
+    if graphs is not None:
+        graphs.count.watch(model)
     trainer.train()
     return seen
 
@@ -192,6 +217,43 @@ def test_every_split_of_a_step_into_micro_batches_is_the_same_step(tiny: Path, t
     )
     for each in split:
         require_same_step(whole, each)
+
+
+def graphs_of(told: list[str], at_most: int = 4096) -> lean_trainer.Graphs:
+    return lean_trainer.Graphs(told.append, TokenCount(), at_most, Again)
+
+
+@pytest.mark.train
+def test_packed_steps_as_graphs_are_the_same_steps(tiny: Path, tmp_path: Path) -> None:
+    told: list[str] = []
+    graphs = graphs_of(told)
+    given: Any = {"ours": True, "batch": 4, "accumulation": 1, "packed": True, "steps": 3, "max_length": 16}
+    plain = supervised(tiny, tmp_path / "plain", **given)
+    seen = supervised(tiny, tmp_path / "graphs", **given, graphs=graphs)
+    assert len(told) == 1 and "is one graph" in told[0]
+    assert len(seen.logs) == len(plain.logs) == 4
+    for mine, wanted in zip(seen.logs[:3], plain.logs, strict=False):
+        for name in ("loss", "entropy", "mean_token_accuracy", "num_tokens"):
+            assert mine[name] == pytest.approx(wanted[name], rel=1e-4), name
+    for mine, wanted in zip(seen.gradients, plain.gradients, strict=True):
+        for name, gradient in wanted.items():
+            assert float((mine[name] - gradient).norm()) <= 5e-3 * float(gradient.norm()), name
+    # What a graph's room adds to a row is none of its tokens.
+    tokens, rows = graphs.count.take()
+    assert rows == 3 and tokens == seen.logs[2]["num_tokens"]
+
+
+@pytest.mark.train
+def test_where_no_graph_fits_it_is_said_and_trains_on(tiny: Path, tmp_path: Path) -> None:
+    given: Any = {"ours": True, "batch": 2, "accumulation": 1}
+    told: list[str] = []
+    seen = supervised(tiny, tmp_path / "rows", **given, graphs=graphs_of(told))
+    assert (
+        told == ["none, rows are not packed: micro-batches are launched kernel by kernel"] and len(seen.gradients) == 1
+    )
+    told.clear()
+    supervised(tiny, tmp_path / "long", **given, packed=True, max_length=24, graphs=graphs_of(told, at_most=32))
+    assert len(told) == 1 and "over 32, and keep the card busy" in told[0]
 
 
 class Reads(TorchDispatchMode):
