@@ -23,6 +23,7 @@ from training.contract.memory import CONTEXT_GB, recompute_for
 from training.contract.recipe import Recompute
 from training.contract.shapes import ModelShape, read_shape
 from training.model import release
+from training.optimizer import AdamW
 from training.step_model import adapted, packed_row
 from training.step_profile import profiled
 from training.step_setting import Layer, Setting, Way, adapters_of, recipe_of, ways
@@ -71,11 +72,6 @@ def measure(
 
     for way in ways(setting):
         add(way.label, bench.measure(way))
-    if setting.trainer:
-        from training.step_trainer import under_trl
-
-        bench.drop_optimizer()
-        add("trainer", bench.alone(lambda: under_trl(bench)))
     return document
 
 
@@ -135,6 +131,8 @@ class Bench:
         self.token_flop = token_flops(self.shape, adapters_of(setting), setting.row).total
         self.peak_tflops = matmul_tflops() if setting.device == "cuda" else None
         self._optimizer: Any = None
+        self._lean = False
+        """Whether the way at hand is ours, optimizer and all."""
 
     def agreement(self) -> dict[str, Any]:
         """Do stock and ours compute the same? Loss and the direction of every group's gradient in the first layers, on one micro-batch."""
@@ -155,7 +153,12 @@ class Bench:
 
     def measure(self, way: Way) -> dict[str, Any]:
         """One way's facts. What it held is free afterwards."""
-        return self.alone(lambda: self._measure(way))
+        if way.name != "trainer":
+            return self.alone(lambda: self._measure(way))
+        from training.step_trainer import under_trl
+
+        self.drop_optimizer()
+        return self.alone(lambda: under_trl(self, way))
 
     def alone(self, measured: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         if self.late:
@@ -180,6 +183,9 @@ class Bench:
 
         lean.remove(self.model)
         experts.uninstall(self.model)
+        if way.lean != self._lean:
+            self._lean = way.lean
+            self.drop_optimizer()
         if way.layer != "peft":
             experts.install(self.model, _layer(way.layer))
         self.base.__dict__.pop("forward", None)
@@ -238,12 +244,19 @@ class Bench:
     def update(self) -> None:
         """Clip, step and zero."""
         if self._optimizer is None:
-            self._optimizer = torch.optim.AdamW(
-                self.trainable, lr=0.0, weight_decay=0.0, fused=self.setting.device == "cuda"
-            )
-        nn.utils.clip_grad_norm_(self.trainable, _CLIP, foreach=True)
+            self._optimizer = self._fresh_optimizer()
+        if isinstance(self._optimizer, AdamW):
+            self._optimizer.clip(self.trainable, _CLIP)
+        else:
+            nn.utils.clip_grad_norm_(self.trainable, _CLIP, foreach=True)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+
+    def _fresh_optimizer(self) -> torch.optim.Optimizer:
+        cuda, none = self.setting.device == "cuda", {"lr": 0.0, "weight_decay": 0.0}
+        if cuda and self._lean:
+            return AdamW(self.trainable, **none)
+        return torch.optim.AdamW(self.trainable, **none, fused=cuda)
 
     def drop_optimizer(self) -> None:
         self._optimizer = None

@@ -66,6 +66,7 @@ def ways(setting: Setting) -> list[Way]:
         Way("seed", small, "grouped"),
         Way("ours+graph", large, "ours", lean=True, graph=True),
         Way("ours-packed+graph", large, "ours", lean=True, packed=True, graph=True),
+        Way("trainer", large, "ours", lean=True, packed=True),
         Way("ours", large, "ours", lean=True),
         Way("ours-packed", large, "ours", lean=True, packed=True),
         Way("stock", small, "peft"),
@@ -77,8 +78,8 @@ def ways(setting: Setting) -> list[Way]:
     if setting.device == "cpu":
         plain = [replace(way, layer="grouped") if way.layer in ("ours", "portable") else way for way in every]
         every = [way for way in plain if not way.graph]
-    once = list(dict.fromkeys(every))
-    return [way for way in once if not setting.ways or way.name in setting.ways]
+    once = [way for way in dict.fromkeys(every) if way.name != "trainer" or setting.trainer]
+    return [way for way in once if not setting.ways or way.name in (*setting.ways, "trainer")]
 
 
 def adapters_of(setting: Setting) -> Adapters:

@@ -12,6 +12,7 @@ from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import SFTConfig, SFTTrainer
 
+from training import optimizer
 from training.contract.micro_batches import ENOUGH_TOKENS
 from training.phases.lean_trainer import Graphs, adapt
 from training.phases.reporter import TokenCount
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
     from training.step_benchmark import Bench
 
 
-def under_trl(bench: Bench) -> dict[str, Any]:
+def under_trl(bench: Bench, way: Way) -> dict[str, Any]:
     """Ours as training takes it: TRL's SFTTrainer with packing, its optimizer and its logging, seconds from step end to step end."""
     setting = bench.setting
-    micro = setting.micro[-1]
+    micro = way.micro
     cuda = setting.device == "cuda"
-    policy = bench.choose(Way("trainer", micro, "ours" if cuda else "grouped", lean=True))
+    policy = bench.choose(way)
     bench.base.__dict__.pop("forward", None)  # the trainer puts its own head on
     count = max(1, setting.tokens // micro)
     steps = setting.steps + 2
@@ -76,6 +77,8 @@ def under_trl(bench: Bench) -> dict[str, Any]:
         # On a card, as a phase has it.
         graphs = Graphs(told.append, TokenCount(), ENOUGH_TOKENS) if cuda else None
         adapt(trainer, graphs)
+        if cuda:
+            optimizer.adapt(trainer)
         bench.reset_peak()
         trainer.train()
     # The first step compiles, and the last log is the trainer's summary.

@@ -24,6 +24,7 @@ SHARED_LIMIT = {80: 166_912, 90: 232_448, 100: 232_448, 120: 101_376}
 _TYPES = {
     torch.bfloat16: "*bf16",
     torch.float32: "*fp32",
+    torch.float64: "*fp64",
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.uint8: "*u8",

@@ -6,7 +6,7 @@ import math
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,17 +80,27 @@ class Gradient:
     """0 if there is none: a norm over the gradients that exist would hide the tensor that is not in the graph."""
 
 
-def gradients(model: Any) -> list[Gradient]:
-    """Of every lora_A and lora_B, over all processes (collective). One transfer from the device, however many tensors there are."""
+def gradients(model: Any, optimizer: Any = None) -> list[Gradient]:
+    """Of every lora_A and lora_B, over all processes (collective). One transfer from the device, however many tensors there are.
+
+    Of an `optimizer` that has measured them and will clip inside its step (training.optimizer) its norms are taken, as yet unclipped.
+    """
     tensors = list(all_lora_tensors(model))
-    there = [tensor.grad for _, _, tensor in tensors if tensor.grad is not None]
-    found = iter(torch.stack(torch._foreach_norm(there)).tolist() if there else ())
+    there = [tensor for _, _, tensor in tensors if tensor.grad is not None]
+    found = iter(_norms(there, _pending(optimizer)))
     norms = [next(found) if tensor.grad is not None else 0.0 for _, _, tensor in tensors]
     norms = parts.total_norms([tensor for _, _, tensor in tensors], norms)
     return [
         Gradient(group, name, name.rpartition(".")[2], norm)
         for (group, name, _), norm in zip(tensors, norms, strict=True)
     ]
+
+
+def clipped(found: Sequence[Gradient], optimizer: Any) -> list[Gradient]:
+    """As the update will take them: what an optimizer that clips inside its step has yet to multiply by is multiplied by."""
+    pending = _pending(optimizer)
+    factor = 1.0 if pending is None else float(pending.clip.factor)
+    return [replace(each, norm=each.norm * factor) for each in found]
 
 
 def group_norms(found: Sequence[Gradient]) -> dict[str, float]:
@@ -195,8 +205,9 @@ class Guard(TrainerCallback):
         self._steps += 1
         if "step1" in self._waiting:
             _require_in_optimizer(model, optimizer)
-        found = gradients(model)
+        found = gradients(model, optimizer)
         require_finite(found, step, stage)
+        found = clipped(found, optimizer)
         self.last_norms = group_norms(found)
         if self._steps <= self._every or step % self._every == 0:
             require_static(model, "running")
@@ -320,6 +331,21 @@ def checksums(tensors: Any) -> list[int]:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+
+
+def _pending(optimizer: Any) -> Any:
+    """The clipping that a training.optimizer, perhaps inside accelerate's, has measured and not made yet; or None."""
+    return getattr(getattr(optimizer, "optimizer", optimizer), "pending", None)
+
+
+def _norms(there: Sequence[Tensor], pending: Any) -> list[float]:
+    if not there:
+        return []
+    measured = {} if pending is None else {id(each): number for number, each in enumerate(pending.parameters)}
+    if any(id(each) not in measured for each in there):
+        return torch.stack(torch._foreach_norm([each.grad for each in there])).tolist()  # type: ignore[no-any-return]
+    norms = pending.clip.norms_n.tolist()
+    return [norms[measured[id(each)]] for each in there]
 
 
 def _require_in_optimizer(model: Any, optimizer: Any) -> None:

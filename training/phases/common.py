@@ -366,14 +366,13 @@ def _card_gb(model: Any) -> float:
 
 
 def _set_optimizer(desk: Desk, trainer: Any) -> None:
-    """On a card and in one process, the recipe's AdamW and clipping in one pass over memory; several processes clip together. Checkpoints are the same."""
-    if desk.assignment.recipe.box.device != "cuda" or desk.crew.size > 1:
-        return
-    if find_spec("triton") is None:  # said as a slow path already
+    """On a card the recipe's AdamW in one pass over memory, and clipping in it; several processes clip together, before it. Checkpoints are the same."""
+    # Without triton there is a slow path, which has been said.
+    if desk.assignment.recipe.box.device != "cuda" or find_spec("triton") is None:
         return
     from training import optimizer
 
-    reason = optimizer.adapt(trainer)
+    reason = optimizer.adapt(trainer, clips=desk.crew.size == 1)
     if reason:
         desk.notice("optimizer", f"the library's own, and clipping in a pass of its own: {reason}")
 

@@ -393,6 +393,8 @@ def _train(
         rows_of = Dataset.from_dict({"input_ids": ids})
         trainer = SFTTrainer(model, args=arguments, train_dataset=rows_of, processing_class=tokenizer)
         adapt(trainer, recipe)
+        if cuda and recipe.optimizer == "adamw_8bit":
+            _set_optimizer(trainer)
         install_head(trainer.model.get_base_model())
         trainer.remove_callback(PrinterCallback)
         clock = _Clock()
@@ -400,6 +402,15 @@ def _train(
         trainer.train()
     loss = next(entry["loss"] for entry in reversed(trainer.state.log_history) if "loss" in entry)
     return clock.seconds[1:], loss, trainer
+
+
+def _set_optimizer(trainer: Any) -> None:
+    """torchao's own compiles a function for each shape in the first step, a minute and more of the 235B model's."""
+    from training import optimizer_8bit  # it needs triton
+
+    reason = optimizer_8bit.adapt(trainer)
+    if reason:
+        raise CannotMeasure(f"the 8-bit AdamW as one kernel: {reason}")
 
 
 class _Clock(TrainerCallback):
