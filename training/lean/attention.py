@@ -1,4 +1,4 @@
-"""Softmax attention with its projections, norms and rotation fused; packed rows through torch's variable-length kernel on a card.
+"""Softmax attention with its projections, norms and rotation fused; packed rows by a kernel that goes by their borders on a card.
 
 Shape letters: B rows, S tokens a row, T = B·S tokens, N heads, K key-value heads, D numbers of a head, R of them rotated.
 """
@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kernels.lean import norm_rope, query_gate_norm_rope, sigmoid_mul
+from training.lean import cudnn_attention, packed_attention
 from training.lean.handover import frozen, hooked, stock, untouched
 from training.lean.linears import Inputs
 
@@ -83,7 +84,7 @@ def _attend(
     self: Any, rows: tuple[int, int], q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, mask: Tensor | None, options: Any
 ) -> tuple[Tensor, Tensor | None]:
     if options.get("cu_seq_lens_q") is not None and takes_packed(q_TND) and not options.get("output_attentions"):
-        return _varlen(q_TND, k_TKD, v_TKD, self.scaling, options), None
+        return _packed(q_TND, k_TKD, v_TKD, self.scaling, options), None
     _refuse_leak(self, mask, options)
     interface = ALL_ATTENTION_FUNCTIONS.get_interface(
         self.config._attn_implementation, sys.modules[type(self).__module__].eager_attention_forward
@@ -94,26 +95,53 @@ def _attend(
 
 
 def takes_packed(query: Tensor) -> bool:
-    """Whether packed rows go through the variable-length kernel, which needs no mask."""
+    """Whether packed rows go through a kernel that needs no mask."""
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and _varlen_attn() is not None
 
 
-def _varlen(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, scaling: float, options: dict[str, Any]) -> Tensor:
+def packed_choice(model: nn.Module) -> packed_attention.Choice | None:
+    """Which kernel this model's packed rows get; None where they get none, or no attention of the model is ours. The first call on a card checks it."""
+    attention: Any = next((each for each in model.modules() if _is_ours(each)), None)
+    if attention is None:
+        return None
+    weight = attention.q_norm.weight
+    heads, head_size = attention.config.num_attention_heads, attention.head_dim
+    query = weight.new_empty((0, heads, head_size))
+    return _choice(query, heads // attention.num_key_value_groups) if takes_packed(query) else None
+
+
+def _is_ours(module: nn.Module) -> bool:
+    return getattr(module.__dict__.get("forward"), "__func__", None) is forward
+
+
+def _packed(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, scaling: float, options: dict[str, Any]) -> Tensor:
+    attend = cudnn_attention.attend if _choice(q_TND, k_TKD.shape[1]).cudnn else torchs
+    ends = options["cu_seq_lens_q"].to(q_TND.device, torch.int32)
+    return attend(q_TND, k_TKD, v_TKD, ends, int(options["max_length_q"]), scaling)
+
+
+def _choice(query: Tensor, key_heads: int) -> packed_attention.Choice:
+    *_, heads, head_size = query.shape
+    return packed_attention.choose(
+        packed_attention.Shapes(heads, key_heads, head_size, query.dtype), query.device, torchs
+    )
+
+
+def torchs(q_TND: Tensor, k_TKD: Tensor, v_TKD: Tensor, ends_E: Tensor, longest: int, scale: float) -> Tensor:
+    """torch's variable-length kernel."""
     attend, known = _varlen_attn() or (None, frozenset())
     assert attend is not None
-    ends_q, ends_k = (options[name].to(q_TND.device, torch.int32) for name in ("cu_seq_lens_q", "cu_seq_lens_k"))
     extra: dict[str, Any] = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
     if "scale" in known:
-        extra["scale"] = scaling
-    elif scaling != q_TND.shape[-1] ** -0.5:
-        q_TND = q_TND * (scaling * q_TND.shape[-1] ** 0.5)
+        extra["scale"] = scale
+    elif scale != q_TND.shape[-1] ** -0.5:
+        q_TND = q_TND * (scale * q_TND.shape[-1] ** 0.5)
     if "enable_gqa" in known:
         extra["enable_gqa"] = q_TND.shape[1] != k_TKD.shape[1]
     elif q_TND.shape[1] != k_TKD.shape[1]:
         share = q_TND.shape[1] // k_TKD.shape[1]
         k_TKD, v_TKD = (each.repeat_interleave(share, dim=1) for each in (k_TKD, v_TKD))
-    longest = int(options["max_length_q"]), int(options["max_length_k"])
-    return attend(q_TND, k_TKD, v_TKD, ends_q, ends_k, *longest, **extra)  # type: ignore[no-any-return]
+    return attend(q_TND, k_TKD, v_TKD, ends_E, ends_E, longest, longest, **extra)  # type: ignore[no-any-return]
 
 
 @functools.cache

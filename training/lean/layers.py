@@ -65,7 +65,9 @@ def _feed(self: Any, total: Tensor, normed: Tensor) -> Tensor:
 
 
 def _all_but_experts_again(self: Any, hidden: Tensor, options: dict[str, Any]) -> Tensor:
-    """The residual and the shared expert are summed inside what is computed again, so that neither is kept."""
+    """Neither the residual nor the shared expert is kept: what they add is summed inside what is computed again, where its gradient finds
+    them, and once more behind the experts, in the one sum of the other policies. Another sum would round elsewhere, and a token whose
+    scores are nearly tied would go to other experts in the layers behind."""
     H = hidden.shape[-1]
 
     def before(hidden: Tensor) -> tuple[Tensor | None, ...]:
@@ -74,12 +76,30 @@ def _all_but_experts_again(self: Any, hidden: Tensor, options: dict[str, Any]) -
         routed = blocks.route(self.mlp, x_TH)
         if routed is None:
             return total, normed, None, None
-        return blocks.join(total.reshape(-1, H), routed, None), x_TH, routed.expert_Tk, routed.weight_Tk
+        total = total.reshape(-1, H)
+        rest = blocks.join(total, routed, None)
+        return rest, x_TH, routed.expert_Tk, routed.weight_Tk, total, *(routed.shared or ())
 
-    rest, x, expert_Tk, weight_Tk = _again(self, before, hidden)
+    rest, x, expert_Tk, weight_Tk, *parts = _again(self, before, hidden)
     if expert_Tk is None:
         return _feed(self, rest, x)
-    return (rest + self.mlp.experts(x, expert_Tk, weight_Tk)).view(hidden.shape)  # type: ignore[no-any-return]
+    experts_TH = self.mlp.experts(x, expert_Tk, weight_Tk)
+    total, *shared = (part.detach() for part in parts)
+    routed = blocks.Routed(expert_Tk, weight_Tk, tuple(shared) or None)
+    out: Tensor = _Sum.apply(experts_TH, rest, lambda: blocks.join(experts_TH, routed, total))
+    return out.view(hidden.shape)
+
+
+class _Sum(torch.autograd.Function):
+    """What `value` computes, as the sum of two tensors whose gradients it passes on; nothing of it is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, one: Tensor, other: Tensor, value: Callable[[], Tensor]) -> Tensor:
+        return value()
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor, None]:
+        return dout, dout, None
 
 
 def _again(self: Any, part: Callable[[Tensor], Any], hidden: Tensor) -> Any:

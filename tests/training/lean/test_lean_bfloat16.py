@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.training.lean.conftest import adapted, twin
+from tests.training.lean.conftest import adapted, gradients, inputs, twin
 from training import lean, packing
 from training.contract.families import FAMILIES
+from training.lean import layers
 
 PARTS = {
     "delta_net": ("qwen3_5_moe", "layers.0.linear_attn"),
@@ -80,3 +81,19 @@ def run(model: Any, path: str, x: Tensor) -> dict[str, Tensor]:
     assert x.grad is not None
     found = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
     return found | {"out": out.detach(), "x": x.grad}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_every_policy_gives_the_same_bits(family: str) -> None:
+    packing.install()
+    ours = narrow(adapted(FAMILIES[family]))
+    assert lean.install(ours).whole
+    found: dict[str, dict[str, Tensor]] = {}
+    for policy in layers.RECOMPUTE:
+        lean.set_recompute(ours, policy)
+        with torch.autocast("cpu", torch.bfloat16):
+            found[policy] = gradients(ours, inputs("packed"))
+    for policy, each in found.items():
+        assert each.keys() == found["none"].keys()
+        for name, value in found["none"].items():
+            assert torch.equal(each[name], value), (policy, name)
