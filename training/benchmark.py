@@ -3,7 +3,7 @@
     python -m training.benchmark step --layers 40 --tokens 32768 --micro 4096 16384 --rank 32 --steps 3 --json OUT
         A whole optimizer step of Qwen3.6-35B-A3B on this machine's card: stock transformers and PEFT, the experts in grouped products, and ours, each in
         micro-batches of so many tokens; see `training.step_benchmark`. `--trainer` adds ours under TRL, `--only` takes ways by name, `--tiny` does it on
-        a CPU with small shapes.
+        a CPU with small shapes. `--peer PYTHON` adds a peer's package, in an environment of its own; see `training.peer_step`.
 
     python -m training.benchmark layers --layers 4 --tokens 4096 --rank 32 --steps 10 --json OUT
         A few layers of Qwen3.6-35B-A3B's real shapes with random weights, on this machine's card: stock PEFT on transformers' grouped_mm, and
@@ -34,6 +34,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from training import peer_step
 from training.contract.memory import POLICIES
 from training.contract.recipe import RecipeError
 
@@ -353,6 +354,8 @@ def _lines(document: Mapping[str, Any]) -> Iterator[str]:
         from training.step_benchmark import lines
 
         yield from lines(document)
+        if "peer" in document:
+            yield from peer_step.lines(document["peer"])
         return
     if document["what"] == "cascade":
         yield f"cascade of {document['steps']} steps a phase: {document['cpu_s']} CPU-s on one thread ({document['wall_s']} s of wall time)"
@@ -423,14 +426,35 @@ def measure_step(options: argparse.Namespace) -> dict[str, Any]:
         profile=not options.no_profile,
     )
 
+    # Before ours, which fills the card.
+    peer = _peer(options, setting) if options.peer else None
+
     def whole(found: dict[str, Any]) -> dict[str, Any]:
-        return {"schema": SCHEMA, "what": "step", **found, **machine()}
+        beside = {} if peer is None else {"peer": {**peer, "ratio": peer_step.ratios(peer, found)}}
+        return {"schema": SCHEMA, "what": "step", **found, **beside, **machine()}
 
     def keep(found: dict[str, Any]) -> None:
         if options.json:
             _write(options.json, whole(found))
 
     return whole(measure(setting, tell=lambda line: print(line, file=sys.stderr, flush=True), keep=keep))
+
+
+def _peer(options: argparse.Namespace, setting: Any) -> dict[str, Any]:
+    wanted = peer_step.PeerSetting(
+        python=options.peer,
+        package=options.peer_package,
+        tokens=setting.micro,
+        rank=setting.rank,
+        row=setting.row,
+        device=setting.device,
+        dtype=setting.dtype,
+        tiny=setting.tiny,
+    )
+    try:
+        return peer_step.measure(wanted, tell=lambda line: print(line, file=sys.stderr, flush=True))
+    except peer_step.NoPeer as error:
+        raise CannotMeasure(str(error)) from None
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:
@@ -496,6 +520,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     whole.add_argument("--recompute", choices=("auto", *POLICIES), default="auto")
     whole.add_argument("--peak-gb", type=float, default=125.0, help="what `--recompute auto` may take; 125")
     whole.add_argument("--trainer", action="store_true", help="ours under TRL's SFTTrainer, too")
+    whole.add_argument(
+        "--peer", type=Path, metavar="PYTHON", help="interpreter of an environment with a peer's package"
+    )
+    whole.add_argument("--peer-package", default="unsloth", metavar="NAME")
     whole.add_argument("--seconds", type=float, default=float("inf"), help="after which no other way is begun")
     whole.add_argument("--no-check", action="store_true", help="leave out the comparison with stock, and so the ratios")
     whole.add_argument(
