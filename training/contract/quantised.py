@@ -43,9 +43,10 @@ _RANK_HOST_GB = 2.4
 _SYSTEM_GB = 2.0
 _FETCHES = 2
 """A layer's weights are wanted in the forward pass and, recomputed, in the backward pass."""
-# Useful arithmetic (recomputing not counted) on an H200 outside of waiting: 34.0 ms a layer of 8k tokens of the 235B with its share of the head, on each of two that gather. That
-# of the gated delta net is of transformers' own layers, 3.65 s for 32,768 tokens of the 35B in two micro-batches; ours are faster, and not yet measured.
-_COMPUTE_TFLOPS = {"attention": 260.0, "gated_delta_net": 122.0}
+# Useful arithmetic (recomputing not counted) on an H200 outside of waiting: between 34.0 ms a layer of 8k tokens of the 235B on each of two that gather,
+# 65.7 of 16k on one, and the slower ones that other code took on four. That of the gated delta net is of transformers' own layers, 3.65 s for 32,768
+# tokens of the 35B in two micro-batches.
+_COMPUTE_TFLOPS = {"attention": 275.0, "gated_delta_net": 122.0}
 _LAYER_S = 0.021
 """No layer is faster: its kernels are launched one by one. 22 ms at 2k tokens of the 235B, 21.6 at 4k of the 35B."""
 # Of the shorter of computing and moving, what is not hidden behind the longer: 55.6 ms where the copies take 49.5 and the arithmetic 38.

@@ -177,7 +177,6 @@ class _Supervised:
         self._seen: list[Tensor] = []
         """Of each micro-batch of the step: sum of the entropies, labels that were the likeliest, labels, tokens."""
         self._graphs: tuple[Graphs, PackedGraphs] | None = None
-        self._stock_step = trainer.training_step
         trainer.compute_loss, trainer.log = self.compute_loss, self.log
         if getattr(trainer.data_collator, "padding_free", False):
             trainer.data_collator = _with_host_ends(trainer.data_collator)
@@ -218,7 +217,7 @@ class _Supervised:
         if full < LEAST_FULL:
             return f"rows would fill {full:.0%} of a graph, and what is free would cost as much"
         self._graphs = graphs, PackedGraphs(trainer.model, self._results, room, graphs.tell, graphs.recorder)
-        trainer.training_step = self.training_step
+        self._stock_step, trainer.training_step = trainer.training_step, self.training_step
         return ""
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
