@@ -32,7 +32,13 @@ class PackingError(RuntimeError):
 
 
 def install() -> None:
-    """Teach the model code of every family with a gated delta net packed rows. Installing twice changes nothing."""
+    """Teach the model code of every family with a gated delta net packed rows, and the rule's kernels the configurations that are shipped for this card.
+    Installing twice changes nothing."""
+    if torch.cuda.is_available() and has_fast_rule():
+        from training.lean.tuning import use_shipped  # a program too, which a package that imports it would run twice
+
+        # Before whoever computes the rule first, ours or transformers' own layers: what is read later comes too late for it.
+        use_shipped()
     for family in FAMILIES.values():
         if family.packing == "gated_delta_net":
             _install_in(importlib.import_module(family.modeling))

@@ -319,7 +319,10 @@ def _predicted_step_s(recipe: Recipe, name: str, shape: ModelShape) -> float:
     if recipe.box.device != "cuda":
         return 0.1 if recipe.trainer == "counting" else 0.8
     phase = recipe.phase(name)
-    step_s = step_tokens(phase) / (TIERS[recipe.box.tier].tokens_s * _relative_speed(shape))
+    tier = TIERS[recipe.box.tier]
+    # The other phases go row by row, in micro-batches whose losses wait for the host.
+    tokens_s = tier.packed_tokens_s if phase.kind in ("cpt", "sft") else tier.tokens_s
+    step_s = step_tokens(phase) / (tokens_s * _relative_speed(shape))
     if isinstance(phase, GrpoPhase):
         step_s += phase.max_completion_length * GENERATED_TOKEN_S
     return step_s

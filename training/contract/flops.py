@@ -44,9 +44,9 @@ def token_flops(shape: ModelShape, adapters: Adapters, length: float) -> TokenFl
 
 
 # Everything outside the routed experts: norms, gates, convolutions and casts are bound by memory, so it takes several times what its arithmetic would at
-# the card's matrix rate, 0.184 s for 16,384 tokens on an H200. There lean layers that compute their token mixers again took 0.663 s, and the experts
-# were not computed again (0.845 s in all). That was a prototype of `training.lean`; put the product's own figure here once RESULTS.md has it.
-LEAN_SHARE = 0.277
+# the card's matrix rate. On an H200 of 742 TFLOP/s lean layers that compute all but the experts again took 0.582 s of 16,384 tokens; with nothing
+# computed again they reach 0.41 (training/RESULTS.md).
+LEAN_SHARE = 0.336
 # As transformers and PEFT have it, with whole layers computed again: 1.57 s, and their forward once more is a third of forward and backward together.
 STOCK_SHARE, RECOMPUTED = 0.156, 4 / 3
 

@@ -123,7 +123,4 @@ def _fla() -> Callable[..., Any] | None:
         return None
     if not callable(chunk_gated_delta_rule):
         return None
-    from training.lean.tuning import use_shipped  # a program too, which a package that imports it would run twice
-
-    use_shipped()
     return chunk_gated_delta_rule  # type: ignore[no-any-return]

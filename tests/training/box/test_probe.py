@@ -205,7 +205,7 @@ def test_the_speed_is_predicted_only_of_what_was_measured() -> None:
         probe.predict(recipe("trl"), QWEN36_35B, some)
         assert "predicted_tokens_s" not in some
     probe.predict(recipe("trl"), QWEN36_35B, facts)
-    assert 18_000 < float(facts["predicted_tokens_s"]) < 21_000
+    assert 20_000 < float(facts["predicted_tokens_s"]) < 24_000
 
 
 @pytest.mark.train  # imports triton

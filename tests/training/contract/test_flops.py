@@ -34,9 +34,12 @@ def test_the_predicted_speed_is_the_one_measured_with_stock_modules_and_fast_exp
 
 
 def test_the_predicted_speed_is_the_one_measured_with_lean_layers() -> None:
-    """The same card, and 0.845 s for 16,384 tokens with the token mixers recomputed."""
+    """0.768 s at work on 16,384 tokens on an H200 of 742 TFLOP/s, 4.65 ms a layer of experts among them, and all but the experts recomputed."""
+    measured = {**H200, "layer_s": 0.00465, "matmul_tflops": 742.0}
+    assert predicted_tokens_s(QWEN36_35B, Adapters(rank=32), 2048, **measured) == pytest.approx(
+        16_384 / 0.768, rel=0.02
+    )
     predicted = predicted_tokens_s(QWEN36_35B, Adapters(rank=32), 2048, **H200)
-    assert predicted == pytest.approx(16_384 / 0.845, rel=0.02)
     throttled = predicted_tokens_s(
         QWEN36_35B, Adapters(rank=32), 2048, **{**H200, "layer_s": 0.1, "matmul_tflops": 80.0}
     )

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from training import packing
 from training.lean import tuning
 
 
@@ -75,3 +76,23 @@ def test_without_a_card_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture
         pytest.skip("there is a card")
     assert tuning.main(["--out", str(tmp_path)]) == 2
     assert "no card" in capsys.readouterr().err
+
+
+def test_teaching_packed_rows_reads_them_before_any_layer_runs(
+    cache: types.ModuleType, shipped: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' own layers call the same kernels: without this the first of them timed variants for three minutes on an H200."""
+    monkeypatch.setattr(packing.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(packing, "has_fast_rule", lambda: True)
+    packing.install()
+    assert os.environ["FLA_CONFIG_DIR"] == str(shipped) and cache.FLA_CACHE_MODE is Mode.FULL
+
+
+def test_what_is_shipped_is_in_the_librarys_format() -> None:
+    """`fla/ops/utils/cache.py` of 0.6.0."""
+    found = sorted(tuning.SHIPPED.glob("*/*.json"))
+    assert {path.parent.name for path in found} == {"NVIDIA_H200"} and len(found) == 13
+    for path in found:
+        config = json.loads(path.read_text())
+        assert config["kernel_name"] == path.stem and config["triton_version"] == "3.7.1"
+        assert config["default_config"].keys() == {"kwargs", "num_warps", "num_stages", "num_ctas"}
