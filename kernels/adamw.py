@@ -1,5 +1,5 @@
 """AdamW over many float32 tensors at once, in as few passes over memory as it takes: one read of the gradients for their norm, then one pass that
-clips, updates parameter and moments, and may zero the gradient and write the parameter's copy in a narrower dtype.
+clips, updates parameter and moments, and may zero the gradient.
 
 Torch's clipping multiplies every gradient in a pass of its own; here the factor stays on the card and the update multiplies. Nothing waits for the
 host: rates, step counts and factor are read where they lie. Tensors are cut into chunks, a program takes one chunk, and a table tells it which
@@ -22,17 +22,16 @@ from kernels.launch import Launcher, ceil_div
 from kernels.rows import takes_kernel
 
 Number = float | Tensor
-Row = Sequence[Tensor | None]
+Row = Sequence[Tensor]
 _CHUNK, _BLOCK, _WARPS = 16_384, 1024, 8
 _SUM_BLOCK = 1024
 _COUNTED = 128
 _ALIGNED = 16  # bytes: what a thread loads at once
 _CLIP_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
-_COLUMNS = ("parameter", "gradient", "exp_avg", "exp_avg_sq", "step", "copy")
+_COLUMNS = ("parameter", "gradient", "exp_avg", "exp_avg_sq", "step")
 COEFFICIENTS = 8
 """Numbers that a step of a tensor multiplies with: see `coefficients`."""
 _STEP_BITS = 24  # float32 counts no further
-_TRITON = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 class Clip(NamedTuple):
@@ -71,8 +70,6 @@ class Update(NamedTuple):
     exp_avgs: Sequence[Tensor]
     exp_avg_sqs: Sequence[Tensor]
     steps: Sequence[Tensor]
-    copies: Sequence[Tensor | None] = ()
-    """Of each parameter a contiguous tensor, all in one dtype, that is to hold its numbers in the order in which the parameter's lie in memory."""
 
 
 class GradientNorm:
@@ -112,11 +109,8 @@ class AdamWPass:
         if not on_kernel(parameters[0]):
             plain_adamw(update, rates, clip, zero)
             return
-        copies = update.copies or [None] * len(parameters)
-        kind = kind_of(copies)
-        self._table.point(list(zip(*update[:5], copies, strict=True)))
-        rates_5 = self._rates(rates, self._table.device)
-        _adamw(self._table, rates_5, clip, zero, kind)
+        self._table.point(list(zip(*update, strict=True)))
+        _adamw(self._table, self._rates(rates, self._table.device), clip, zero)
 
 
 def plain_norm(gradients: Sequence[Tensor], max_norm: float) -> Clip:
@@ -129,8 +123,7 @@ def plain_norm(gradients: Sequence[Tensor], max_norm: float) -> Clip:
 def plain_adamw(update: Update, rates: Rates, clip: Clip | None = None, zero: bool = False) -> None:
     """`AdamWPass` in plain torch, as torch.optim.AdamW has it tensor by tensor."""
     lr, beta1, beta2, eps, weight_decay = (float(each) for each in rates)
-    copies = update.copies or [None] * len(update.parameters)
-    for p, g, m, v, step, copy in zip(*update[:5], copies, strict=True):
+    for p, g, m, v, step in zip(*update, strict=True):
         step += 1
         t = float(step)
         clipped = g if clip is None else g * clip.factor
@@ -141,8 +134,6 @@ def plain_adamw(update: Update, rates: Rates, clip: Clip | None = None, zero: bo
         p.addcdiv_(m, denominator, value=-lr / (1 - beta1**t))
         if zero:
             g.zero_()
-        if copy is not None:
-            copy.copy_(_in_memory_order(p).view(copy.shape))
 
 
 def layout(tensor: Tensor) -> tuple[int, ...]:
@@ -160,21 +151,8 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    order = sorted(range(tensor.dim()), key=lambda i: tensor.stride(i), reverse=True)
-    return tensor.permute(order).reshape(-1)
-
-
 def on_kernel(tensor: Tensor) -> bool:
     return tensor.is_cuda or takes_kernel(tensor)
-
-
-def kind_of(copies: Sequence[Tensor | None]) -> Any:
-    """Triton's name of the copies' dtype, None if there are none."""
-    kinds = {each.dtype for each in copies if each is not None}
-    if len(kinds) > 1 or not kinds <= _TRITON.keys():
-        raise ValueError(f"copies in {', '.join(sorted(map(str, kinds)))}; want one of {', '.join(map(str, _TRITON))}")
-    return _TRITON[kinds.pop()] if kinds else None
 
 
 class RatesOnCard:
@@ -240,18 +218,14 @@ class Table:
 
     def point(self, rows: Sequence[Row]) -> None:
         """Point at these rows of tensors. ValueError for one that no program can go through."""
-        seen = [0 if each is None else each.data_ptr() for row in rows for each in row]
+        seen = [each.data_ptr() for row in rows for each in row]
         # A gradient is made anew by each backward pass: at an address that is known another may lie, or lie otherwise.
-        forms = [
-            (each.dtype, each.shape, each.stride())
-            for each in (row[self._gradient] for row in rows)
-            if each is not None
-        ]
+        forms = [(each.dtype, each.shape, each.stride()) for each in (row[self._gradient] for row in rows)]
         if seen == self._seen and forms == self._forms:
             return
         for number, row in enumerate(rows):
             self._require(number, row, self._columns)
-        firsts = [row[0] for row in rows if row[0] is not None]
+        firsts = [row[0] for row in rows]
         shapes = [each.shape for each in firsts]
         if shapes != self._shapes or firsts[0].device != self.device:
             self._cut(shapes, firsts[0].device)
@@ -284,12 +258,9 @@ def _chunks(shape: torch.Size) -> int:
 
 def _require(number: int, row: Row, names: Sequence[str]) -> None:
     first = row[0]
-    assert first is not None
-    for name, each in zip(names, row, strict=False):
-        if each is None:
-            continue
+    for name, each in zip(names, row, strict=True):
         where = f"tensor {number} {list(first.shape)}, its {name}"
-        if name != "copy" and each.dtype is not torch.float32:
+        if each.dtype is not torch.float32:
             raise ValueError(f"{where}: {each.dtype}; want torch.float32")
         if each.device != first.device:
             raise ValueError(f"{where}: on {each.device}; want {first.device}, like all of them")
@@ -301,10 +272,7 @@ def _require(number: int, row: Row, names: Sequence[str]) -> None:
             raise ValueError(
                 f"{where}: {list(each.shape)} with strides {each.stride()}; want numbers, and no gap between them"
             )
-        if name == "copy":
-            if each.numel() != first.numel() or not each.is_contiguous():
-                raise ValueError(f"{where}: {list(each.shape)}; want {first.numel()} numbers, contiguous")
-        elif each.shape != first.shape or layout(each) != layout(first):
+        if each.shape != first.shape or layout(each) != layout(first):
             raise ValueError(
                 f"{where}: {list(each.shape)} with strides {each.stride()}; want the parameter's {list(first.shape)} with {first.stride()}"
             )
@@ -341,12 +309,12 @@ def prepare(table: Table, rates_5: Tensor, numbers: Tensor, counts_n: Tensor | N
     )
 
 
-def _adamw(table: Table, rates_5: Tensor, clip: Clip | None, zero: bool, copies: Any) -> None:
+def _adamw(table: Table, rates_5: Tensor, clip: Clip | None, zero: bool) -> None:
     n = table.tensors
     numbers = torch.empty(n, COEFFICIENTS, dtype=torch.float32, device=table.device)
     prepare(table, rates_5, numbers, None)
     where = (table.addresses, table.tensor_C, table.part_C, table.sizes_n)
-    constants = (_CHUNK, _BLOCK, len(_COLUMNS), COEFFICIENTS, table.aligned, clip is not None, zero, copies)
+    constants = (_CHUNK, _BLOCK, len(_COLUMNS), COEFFICIENTS, table.aligned, clip is not None, zero)
     tensors = (*where, numbers, numbers if clip is None else clip.both_2)
     table.launch(adamw, (table.chunks,), (*tensors, *constants), {"num_warps": _WARPS}, key=constants)
 
@@ -467,13 +435,10 @@ def update_block(
     gradient,
     exp_avg,
     exp_avg_sq,
-    copy,
     numbers,
     MASKED: tl.constexpr,
-    ALIGNED: tl.constexpr,
     CLIP: tl.constexpr,
     ZERO: tl.constexpr,
-    COPY: tl.constexpr,
 ):
     """One block's step: everything read once and written once."""
     keep, rate, correction, slope, beta2, slope_sq, eps, factor = numbers
@@ -497,9 +462,6 @@ def update_block(
     tl.store(exp_avg_sq + at, v, mask=inside)
     if ZERO:
         tl.store(gradient + at, tl.zeros_like(p), mask=inside)
-    if COPY is not None:  # noqa: SIM102  settled when compiling; what follows is not
-        if copy != 0:
-            tl.store(tl.multiple_of(copy.to(tl.pointer_type(COPY)), 16 if ALIGNED else 1) + at, p.to(COPY), mask=inside)
 
 
 @triton.jit
@@ -517,7 +479,6 @@ def adamw(
     ALIGNED: tl.constexpr,
     CLIP: tl.constexpr,
     ZERO: tl.constexpr,
-    COPY: tl.constexpr,
 ):
     """One chunk's step."""
     chunk = tl.program_id(0)
@@ -527,7 +488,7 @@ def adamw(
     where, row = addresses + which * COLUMNS, numbers + which * COEFFICIENTS
     p, g = floats_at(where, 0, ALIGNED), floats_at(where, 1, ALIGNED)
     m, v = floats_at(where, 2, ALIGNED), floats_at(where, 3, ALIGNED)
-    copy, factor = tl.load(where + 5), 1.0
+    factor = 1.0
     if CLIP:
         factor = tl.load(both_2 + 1)
     # Read before the first store, behind which the compiler would have to read them again.
@@ -545,8 +506,8 @@ def adamw(
     if size - first >= CHUNK:
         for i in range(0, CHUNK, BLOCK):
             at = first + i + tl.arange(0, BLOCK)
-            update_block(at, size, p, g, m, v, copy, how, False, ALIGNED, CLIP, ZERO, COPY)
+            update_block(at, size, p, g, m, v, how, False, CLIP, ZERO)
     else:
         for i in range(0, CHUNK, BLOCK):
             at = first + i + tl.arange(0, BLOCK)
-            update_block(at, size, p, g, m, v, copy, how, True, ALIGNED, CLIP, ZERO, COPY)
+            update_block(at, size, p, g, m, v, how, True, CLIP, ZERO)

@@ -26,7 +26,6 @@ from kernels.adamw import (
     Row,
     Table,
     is_dense,
-    kind_of,
     layout,
     on_kernel,
     prepare,
@@ -40,7 +39,7 @@ _ROWS, _WARPS = 4, 8
 _CHUNK = 8 * _ROWS * BLOCK
 _TALL, _TALL_WARPS = 8, 8
 _LEAST_SCALE = 1e-12  # torchao's
-_COLUMNS = ("parameter", "gradient", "codes", "scale", "codes_sq", "scale_sq", "copy")
+_COLUMNS = ("parameter", "gradient", "codes", "scale", "codes_sq", "scale_sq")
 _MANY = 16
 """A height of which a tile's loads are wide, along memory."""
 _DECADES = 7
@@ -63,7 +62,6 @@ class Update8bit(NamedTuple):
     exp_avgs: Sequence[Moment]
     exp_avg_sqs: Sequence[Moment]
     counts: Sequence[float]
-    copies: Sequence[Tensor | None] = ()
 
 
 def dynamic_map(signed: bool) -> Tensor:
@@ -114,12 +112,8 @@ class AdamW8bitPass:
         if not on_kernel(update.parameters[0]):
             plain_adamw_8bit(update, rates, clip, zero)
             return
-        copies = update.copies or [None] * len(update.parameters)
         tall = [_is_transposed(each) for each in update.parameters]
-        rows: list[Row] = [
-            (p, g, m.codes, m.scale, v.codes, v.scale, copy)
-            for p, g, m, v, copy in zip(*update[:4], copies, strict=True)
-        ]
+        rows: list[Row] = [(p, g, m.codes, m.scale, v.codes, v.scale) for p, g, m, v in zip(*update[:4], strict=True)]
         maps = self._maps_on(update.parameters[0].device)
         for table, transposed in ((self._flat, False), (self._tall, True)):
             chosen = [number for number, is_tall in enumerate(tall) if is_tall == transposed]
@@ -131,9 +125,7 @@ class AdamW8bitPass:
             numbers = torch.empty(len(chosen), COEFFICIENTS, dtype=torch.float32, device=device)
             prepare(table, self._rates(rates, device), numbers, counts_n)
             many = transposed and all(update.parameters[number].shape[0] % _MANY == 0 for number in chosen)
-            _launch(
-                table, numbers, maps, clip, (table.aligned, many, clip is not None, zero, kind_of(copies)), transposed
-            )
+            _launch(table, numbers, maps, clip, (table.aligned, many, clip is not None, zero), transposed)
 
     def _maps_on(self, device: torch.device) -> tuple[Tensor, ...]:
         """Numbers and thresholds of both maps."""
@@ -145,10 +137,9 @@ class AdamW8bitPass:
 
 
 def plain_adamw_8bit(update: Update8bit, rates: Rates, clip: Clip | None = None, zero: bool = False) -> None:
-    """`AdamW8bitPass` in plain torch, tensor by tensor in torchao's order of operations."""
+    """`AdamW8bitPass` in plain torch, tensor by tensor in torchao's order of operations; only 1 - beta^t is made in float64, torchao's is in float32."""
     lr, beta1, beta2, eps, weight_decay = (float(each) for each in rates)
-    copies = update.copies or [None] * len(update.parameters)
-    for p, g, m8, v8, count, copy in zip(*update[:5], copies, strict=True):
+    for p, g, m8, v8, count in zip(*update, strict=True):
         clipped = g if clip is None else g * clip.factor
         m = dequantise(m8).lerp(clipped, 1 - beta1)
         v = dequantise(v8).lerp(clipped.square(), 1 - beta2)
@@ -158,8 +149,6 @@ def plain_adamw_8bit(update: Update8bit, rates: Rates, clip: Clip | None = None,
         p.copy_(p - lr * weight_decay * p - lr * (m / (1 - beta1**count)) / denominator)
         if zero:
             g.zero_()
-        if copy is not None:
-            copy.copy_((p.t() if _is_transposed(p) else p).reshape(copy.shape))
 
 
 def dequantise(moment: Moment) -> Tensor:
@@ -186,15 +175,12 @@ def _is_transposed(tensor: Tensor) -> bool:
 
 def _require(number: int, row: Row, columns: Sequence[str]) -> None:
     p = row[0]
-    assert p is not None
     for name, each in zip(columns, row, strict=True):
-        if each is None:
-            continue
         where = f"tensor {number} {list(p.shape)}, its {name}"
         kind, count = torch.uint8 if name.startswith("codes") else torch.float32, p.numel()
         if name.startswith("scale"):
             count //= BLOCK
-        if (each.dtype is not kind and name != "copy") or each.numel() != count or each.device != p.device:
+        if each.dtype is not kind or each.numel() != count or each.device != p.device:
             raise ValueError(
                 f"{where}: {each.numel()} of {each.dtype} on {each.device}; want {count} of {kind} on {p.device}"
             )
@@ -228,7 +214,8 @@ def nearest(value, thresholds, SIGNED: tl.constexpr):
     """The code whose number is nearest to `value` of [-1, 1], the upper of two that are as near.
 
     Between two powers of ten a number's place among the codes is a line, on which their thresholds are the whole numbers; only the lowest is a fifth of
-    a code above its own, where lines of two slopes meet. So of the place less a quarter the whole part is the code or, beyond its threshold, the one before.
+    a code above its own, where lines of two slopes meet. So the whole part of the place less a quarter is the code or the one before it, and the threshold
+    between the two says which.
     """
     PARTS: tl.constexpr = 1 if SIGNED else 2
     size = tl.abs(value)
@@ -290,7 +277,6 @@ def adamw_8bit(
     MANY: tl.constexpr,
     CLIP: tl.constexpr,
     ZERO: tl.constexpr,
-    COPY: tl.constexpr,
 ):
     """CHUNK blocks, of one tensor in the order of memory or, TRANSPOSED, of as many rows beneath each other: ROWS of them at once."""
     program = tl.program_id(0)
@@ -311,7 +297,7 @@ def adamw_8bit(
     scales = tl.load(where + 3).to(tl.pointer_type(tl.float32))
     codes_sq = tl.multiple_of(tl.load(where + 4).to(tl.pointer_type(tl.uint8)), BYTE)
     scales_sq = tl.load(where + 5).to(tl.pointer_type(tl.float32))
-    copy, factor = tl.load(where + 6), 1.0
+    factor = 1.0
     if CLIP:
         factor = tl.load(both_2 + 1)
     keep, rate, correction, slope = tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3)
@@ -352,8 +338,5 @@ def adamw_8bit(
         tl.store(parameter + at, p, mask=mask)
         if ZERO:
             tl.store(gradient + at, tl.zeros_like(p), mask=mask)
-        if COPY is not None:  # noqa: SIM102  settled when compiling; what follows is not
-            if copy != 0:
-                tl.store(tl.multiple_of(copy.to(tl.pointer_type(COPY)), BYTE) + at, p.to(COPY), mask=mask)
         keep_moment(m, codes, scales, at_codes, at_scales, mask, inside, thresholds, True, LEAST)
         keep_moment(v, codes_sq, scales_sq, at_codes, at_scales, mask, inside, thresholds_sq, False, LEAST)

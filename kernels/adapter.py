@@ -109,6 +109,11 @@ class Adapter:
             self._seen = now
         return self._copies
 
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """The copies that are kept now, if any are."""
+        return self._copies or ()
+
     def renew(self) -> None:
         """Copy the masters anew, in place: they were written in a way that no version counter saw."""
         if self._copies is not None:

@@ -70,6 +70,11 @@ class Copies:
         assert self._thin_RH is not None
         return self._thin_RH, self._b
 
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        """The copies that are kept now, if any are."""
+        return () if self._thin_RH is None else (self._thin_RH, *self._b)
+
     def renew(self) -> None:
         """Copy the masters anew, in place."""
         if self._thin_RH is not None:

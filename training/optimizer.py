@@ -46,11 +46,6 @@ class ClipsInStep(torch.optim.Optimizer):
         self.pending = Pending(there, self._norm([each.grad for each in there if each.grad is not None], max_norm))
         return self.pending.clip.norm
 
-    def copy_into(self, parameter: Tensor, copy: Tensor) -> None:
-        """Have each step write the parameter into `copy` too: contiguous, as many numbers of a narrower dtype (one for all), in the parameter's order in
-        memory. What it holds before the first step is the caller's matter."""
-        self._copies[parameter] = copy
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One update of every parameter with a gradient; nothing is read back from the card."""
@@ -75,11 +70,7 @@ class ClipsInStep(torch.optim.Optimizer):
     def _begin(self) -> None:
         self.pending = None
         self._norm = GradientNorm()
-        self._copies: dict[Tensor, Tensor] = self.__dict__.get("_copies", {})
         self.__dict__.setdefault("zero_grads", False)
-
-    def _copies_of(self, parameters: list[Tensor]) -> list[Tensor | None]:
-        return [self._copies.get(each) for each in parameters] if self._copies else []
 
 
 class AdamW(ClipsInStep, torch.optim.AdamW):
@@ -128,7 +119,7 @@ class AdamW(ClipsInStep, torch.optim.AdamW):
         states = [self.state[each] or self._fresh(each) for each in there]
         exp_avgs, exp_avg_sqs = ([each[kind] for each in states] for kind in _MOMENTS)
         steps, gradients = [each["step"] for each in states], [each.grad for each in there]
-        update = Update(there, gradients, exp_avgs, exp_avg_sqs, steps, self._copies_of(there))
+        update = Update(there, gradients, exp_avgs, exp_avg_sqs, steps)
         self._passes[number](update, rates, clip, self.zero_grads)
 
     def _fresh(self, parameter: Tensor) -> dict[str, Tensor]:
@@ -150,17 +141,23 @@ def adapt(trainer: Any, *, clips: bool = True) -> str:
     Without `clips` its clipping stays as it is: several processes clip together, before the step.
     """
     stock, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+    trainable = [each for each in trainer.model.parameters() if each.requires_grad]
+    ours: type[ClipsInStep] = AdamW
     if stock is torch.optim.AdamW:
-        reason = unfit(each for each in trainer.model.parameters() if each.requires_grad)
-        if not reason:
-            trainer.optimizer_cls_and_kwargs = AdamW, {name: options[name] for name in ("lr", "betas", "eps")}
+        reason = unfit(trainable)
     else:
         from training import optimizer_8bit  # torchao takes seconds to import
 
-        reason = optimizer_8bit.adapt(trainer)
-    if clips and not reason:
+        ours, reason = (
+            optimizer_8bit.AdamW8bit,
+            optimizer_8bit.cannot_be(stock, options) or optimizer_8bit.unfit(trainable),
+        )
+    if reason:
+        return reason
+    trainer.optimizer_cls_and_kwargs = ours, {name: options[name] for name in ("lr", "betas", "eps")}
+    if clips:
         trainer.accelerator.clip_grad_norm_ = functools.partial(_clip, trainer)
-    return reason
+    return ""
 
 
 def _clip(trainer: Any, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:

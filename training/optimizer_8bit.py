@@ -81,8 +81,7 @@ class AdamW8bit(ClipsInStep, TorchaoAdamW8bit):  # type: ignore[misc]
                 [self.state[each][kind] for each in small] for kind in ("exp_avg", "exp_avg_sq", "step")
             )
             gradients = [each.grad for each in small if each.grad is not None]
-            update = Update(small, gradients, exp_avgs, exp_avg_sqs, steps, self._copies_of(small))
-            plain_adamw(update, rates, clip, self.zero_grads)
+            plain_adamw(Update(small, gradients, exp_avgs, exp_avg_sqs, steps), rates, clip, self.zero_grads)
 
     def _update(self, packed: list[Tensor]) -> Update8bit:
         states = [self.state[each] for each in packed]
@@ -90,9 +89,7 @@ class AdamW8bit(ClipsInStep, TorchaoAdamW8bit):  # type: ignore[misc]
         torch._foreach_add_(steps, 1)
         exp_avgs, exp_avg_sqs = ([_moment(each[kind]) for each in states] for kind in ("exp_avg", "exp_avg_sq"))
         gradients = [each.grad for each in packed if each.grad is not None]
-        return Update8bit(
-            packed, gradients, exp_avgs, exp_avg_sqs, torch.stack(steps).tolist(), self._copies_of(packed)
-        )
+        return Update8bit(packed, gradients, exp_avgs, exp_avg_sqs, torch.stack(steps).tolist())
 
     def _fresh(self, parameter: Tensor) -> None:
         state = self.state[parameter]
@@ -101,18 +98,12 @@ class AdamW8bit(ClipsInStep, TorchaoAdamW8bit):  # type: ignore[misc]
         state["exp_avg_sq"] = self._new_buffer(parameter.detach(), False)
 
 
-def adapt(trainer: Any) -> str:
-    """Give this trainer, newly built, our form of torchao's AdamW with its numbers, and leave its clipping as it is: so several processes can clip
-    together. Returns why not, or ""."""
-    stock, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
+def cannot_be(stock: type, options: dict[str, Any]) -> str:
+    """Why a trainer's optimizer, of these options, has no form of ours, or ""."""
     if stock is not TorchaoAdamW8bit:
         return f"the trainer's optimizer is {stock.__name__}"
-    if options["block_size"] != BLOCK:
-        return f"its blocks are of {options['block_size']} numbers, want {BLOCK}"
-    if said := unfit(each for each in trainer.model.parameters() if each.requires_grad):
-        return said
-    trainer.optimizer_cls_and_kwargs = AdamW8bit, {name: options[name] for name in ("lr", "betas", "eps")}
-    return ""
+    blocks = options["block_size"]
+    return "" if blocks == BLOCK else f"its blocks are of {blocks} numbers, want {BLOCK}"
 
 
 def unfit(parameters: Iterable[Tensor]) -> str:
@@ -133,7 +124,7 @@ def _require_map(whose: str, packed: Any) -> None:
     if packed.block_size != BLOCK or not torch.equal(packed.qmap.cpu(), dynamic_map(packed.signed)):
         raise ValueError(
             f"{whose} keeps moments in blocks of {packed.block_size} by a map from {float(packed.qmap[0]):.4g} to {float(packed.qmap[-1]):.4g}; want"
-            f" blocks of {BLOCK} by the dynamic map of torchao 0.1x; use torchao.optim.AdamW8bit"
+            f" blocks of {BLOCK} by the dynamic map of kernels.adamw_8bit; use torchao.optim.AdamW8bit"
         )
 
 

@@ -6,7 +6,9 @@ Run it on a machine with a card: `python -m pytest -m gpu tests/gpu/test_optimiz
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -100,34 +102,64 @@ def test_moments_in_8_bits_are_the_twins_at_odd_heights_and_at_the_models_own() 
         assert not bad, bad
 
 
-def test_the_8_bit_step_is_torchaos_and_waits_for_nobody(no_wait: Any) -> None:
-    """Prints what both take, torchao's compiled."""
-    torchao = pytest.importorskip("torchao.optim", reason="torchao is not installed")
-    ours_8bit = pytest.importorskip("training.optimizer_8bit").AdamW8bit
+@pytest.fixture
+def eight_bit(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torchao's optimizer and ours; torchao's step as it is written, since to compile it takes a minute."""
+    inside = pytest.importorskip("torchao.optim.adam", reason="torchao is not installed")
+    monkeypatch.setattr(inside.torch, "compile", lambda function, **_: function)
+    return inside.AdamW8bit, pytest.importorskip("training.optimizer_8bit").AdamW8bit
+
+
+def test_the_8_bit_step_is_torchaos_and_waits_for_nobody(eight_bit: Any, no_wait: Any) -> None:
+    """Each step from where torchao stands: one code that differs, where two are as near, makes other steps of one number. The first sends the maps."""
+    torchaos, ours_8bit = eight_bit
+    device = torch.device("cuda", 0)
+    small = [torch.full(shape, 0.5, device=device) for shape in ((37,), (1000, 5), (16, 256))]
     mine, wanted = (
-        [torch.nn.Parameter(each) for each in benchmark._tensors(1, torch.device("cuda", 0))] for _ in range(2)
+        [torch.nn.Parameter(each.clone()) for each in (*benchmark._tensors(1, device), *small)] for _ in range(2)
     )
-    ours, stock = ours_8bit(mine, **NUMBERS), torchao.AdamW8bit(wanted, **NUMBERS)
+    numbers = NUMBERS | {"eps": 1e-6}
+    ours, stock = ours_8bit(mine, **numbers), torchaos(wanted, **numbers)
     for number in range(3):
         gradients(mine, number)
         gradients(wanted, number)
-        with no_wait:
+        with no_wait if number else contextlib.nullcontext():
             ours.clip(mine, 1.0)
             ours.step()
         torch.nn.utils.clip_grad_norm_(wanted, 1.0)
         stock.step()
-    for one, other in zip(mine, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-        for kind in ("exp_avg", "exp_avg_sq"):
-            seen, want = ours.state[one][kind], stock.state[other][kind]
-            apart = (seen.codes.int() - want.codes.int()).abs()
-            assert int(apart.max()) <= 1 and float(apart.float().mean()) <= 1e-3
-    print(
-        {
-            name: benchmark._time(each.step, torch.device("cuda", 0))
-            for name, each in (("ours", ours), ("torchao", stock))
-        }
-    )
+        for one, other in zip(mine, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-6, atol=3e-6)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                seen, want = ours.state[one][kind], stock.state[other][kind]
+                if type(want) is torch.Tensor:
+                    torch.testing.assert_close(seen, want, rtol=1e-5, atol=1e-9)
+                else:
+                    apart = (seen.codes.int() - want.codes.int()).abs()
+                    assert int(apart.max()) <= 1 and float(apart.float().mean()) <= 1e-3
+                    torch.testing.assert_close(seen.scale, want.scale, rtol=1e-5, atol=1e-12)
+                seen.copy_(want)
+            one.data.copy_(other.data)
+
+
+def test_8_bit_steps_with_gradients_of_every_size_are_torchaos() -> None:
+    eight = pytest.importorskip("tests.kernels.adamw_8bit_cases", reason="torchao is not installed")
+    one_pass = pytest.importorskip("kernels.adamw_8bit").AdamW8bitPass()
+    bad = eight.check(one_pass, "cuda", steps=3, shapes=(*eight.SHAPES, (8192, 512)))
+    assert not bad, bad
+
+
+def test_the_first_8_bit_step_is_not_compiled_shape_by_shape(eight_bit: Any) -> None:
+    _, ours_8bit = eight_bit
+    mine = [torch.nn.Parameter(torch.zeros(256 * (16 + n), device="cuda")) for n in range(40)]
+    gradients(mine, 0)
+    ours = ours_8bit(mine, **NUMBERS)
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    ours.step()
+    torch.cuda.synchronize()
+    assert time.perf_counter() - start < 5.0
+    print({"ms": benchmark._time(ours.step, torch.device("cuda", 0))})
 
 
 def test_two_runs_give_the_same_bits() -> None:
@@ -143,20 +175,15 @@ def test_two_runs_give_the_same_bits() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_zeroed_gradients_and_bfloat16_copies_leave_the_same_pass(no_wait: Any) -> None:
+def test_zeroed_gradients_leave_the_same_pass(no_wait: Any) -> None:
     mine = parameters()
     ours = optimizer.AdamW(mine, **NUMBERS, zero_grads=True)
-    copies = [torch.full((each.numel(),), torch.nan, dtype=torch.bfloat16, device="cuda") for each in mine]
-    for each, narrow in zip(mine, copies, strict=True):
-        ours.copy_into(each, narrow)
     gradients(mine, 0)
     places = [each.grad.data_ptr() for each in mine]
     with no_wait:
         ours.clip(mine, 1.0)
         ours.step()
-    for each, narrow, place in zip(mine, copies, places, strict=True):
-        in_memory = each.detach().t() if each.dim() == 2 else each.detach()
-        assert torch.equal(narrow, in_memory.reshape(-1).to(torch.bfloat16))
+    for each, place in zip(mine, places, strict=True):
         assert each.grad.data_ptr() == place and not each.grad.any()
 
 
@@ -178,4 +205,4 @@ def test_an_update_of_many_numbers_is_no_slower_than_torchs_passes() -> None:
     """A quarter of the 35B model's adapters. The floor of 1.05 leaves room for a busy machine; RESULTS has what it takes."""
     found = {name: ms for name, ms, _, _ in benchmark.measure(10, torch.device("cuda", 0))}
     print(found)
-    assert found["ours: norm, then clip, update, zero, copies"] < 1.05 * found["torch: all four"], found
+    assert found["ours: norm, then clip, update, zero"] < 1.05 * found["torch: all three"], found

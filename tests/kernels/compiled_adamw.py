@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 
 import torch
-import triton.language as tl
 
 from kernels import adamw, adamw_8bit
 from tests.kernels.offline import Launch, Recorder, compile_for
@@ -18,7 +17,7 @@ def main(*capabilities: str) -> None:
         for launch in record():
             kernel = compile_for(launch, capability)
             found = {"kernel": launch.fn.__name__, "capability": capability, "shared": kernel.shared}
-            found["transposed"] = launch.fn.__name__ == "adamw_8bit" and bool(launch.args[-6])
+            found["transposed"] = launch.fn.__name__ == "adamw_8bit" and bool(launch.args[-5])
             found |= {"registers": kernel.registers, "stack": kernel.stack}
             found |= {
                 "wide loads": kernel.count(r"ld\.global\S*\.v4"),
@@ -28,20 +27,20 @@ def main(*capabilities: str) -> None:
 
 
 def record() -> list[Launch]:
-    """Every launch of a step: clipped, zeroed and copied, and of one that is none of that."""
+    """Every launch of a step: clipped and zeroed, and of one that is none of that."""
     recorder = Recorder()
-    gradients, all_six = table(("gradient",), recorder), table(adamw._COLUMNS, recorder)
+    gradients, all_five = table(("gradient",), recorder), table(adamw._COLUMNS, recorder)
     clip = adamw._norm(gradients, 1.0)
     rates = torch.zeros(5, dtype=torch.float64)
-    adamw._adamw(all_six, rates, clip, True, tl.bfloat16)
-    adamw._adamw(all_six, rates, None, False, None)
+    adamw._adamw(all_five, rates, clip, True)
+    adamw._adamw(all_five, rates, None, False)
     packed, maps, numbers = adamw_8bit.AdamW8bitPass(), (torch.zeros(256),) * 4, torch.zeros(3, adamw.COEFFICIENTS)
     for chosen, transposed in ((packed._flat, False), (packed._tall, True)):
         chosen._cut([torch.Size([1024, 8192])], torch.device("cpu"))
         chosen.launch, chosen.aligned = recorder, True
         for which, how in (
-            (clip, (True, transposed, True, True, tl.bfloat16)),
-            (None, (True, transposed, False, False, None)),
+            (clip, (True, transposed, True, True)),
+            (None, (True, transposed, False, False)),
         ):
             adamw_8bit._launch(chosen, numbers, maps, which, how, transposed)
     return list(recorder.launches.values())

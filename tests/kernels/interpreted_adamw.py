@@ -39,21 +39,6 @@ def it_is_the_twin_up_to_rounding_and_runs_where_nothing_is_aligned() -> None:
         torch.testing.assert_close(seen, wanted, rtol=2e-7, atol=2e-8)
 
 
-def copies_are_the_parameters_in_memory_order() -> None:
-    for dtype in (torch.float16, torch.float32):
-        case = Case()
-        copies: list[Any] = [torch.full((each.numel(),), torch.nan, dtype=dtype) for each in case.parameters]
-        copies[2] = None
-        AdamWPass()(case.update._replace(copies=copies), RATES)
-        for copy, each in zip(copies, case.parameters, strict=True):
-            if copy is not None:
-                assert torch.equal(copy, (each.t() if each.dim() == 2 else each).reshape(-1).to(dtype))
-        twin, again = Case(), [None if each is None else torch.zeros_like(each) for each in copies]
-        adamw.plain_adamw(twin.update._replace(copies=again), RATES)
-        for copy, other in zip(copies, again, strict=True):
-            assert copy is None or torch.allclose(copy.float(), other.float(), rtol=1e-3, atol=1e-6)
-
-
 def one_sum_to_the_bit_and_nan_and_overflow_as_torch_has_them() -> None:
     gradients, norm = Case().renew(0), GradientNorm()
     first = norm(gradients, 1.0)
@@ -101,10 +86,6 @@ def what_cannot_be_gone_through_is_refused_by_name() -> None:
     refused("its exp_avg: torch.float64; want torch.float32", exp_avgs=torch.ones(513, 128).t().double())
     refused("and no gap between them", gradients=torch.ones(513, 256)[:, :128].t())
     refused("want one number", steps=torch.zeros(2))
-    case = Case()
-    for copy, says in ((torch.ones(5), "want 37 numbers"), (torch.ones(37).int(), "copies in torch.int32")):
-        with pytest.raises(ValueError, match=says):
-            AdamWPass()(case.update._replace(copies=[copy, *[None] * 5]), RATES)
 
 
 def moments_in_8_bits_are_the_twins() -> None:

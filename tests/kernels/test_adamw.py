@@ -36,11 +36,10 @@ def test_every_variant_of_the_kernels_beside_float64(run_alone: Callable[..., st
     run_alone("interpreted_adamw.py", "every_variant_beside_float64", interpret=True)
 
 
-def test_copies_odd_addresses_steps_that_differ_and_what_is_refused(run_alone: Callable[..., str]) -> None:
+def test_odd_addresses_steps_that_differ_and_what_is_refused(run_alone: Callable[..., str]) -> None:
     run_alone(
         "interpreted_adamw.py",
         "it_is_the_twin_up_to_rounding_and_runs_where_nothing_is_aligned",
-        "copies_are_the_parameters_in_memory_order",
         "one_sum_to_the_bit_and_nan_and_overflow_as_torch_has_them",
         "rates_may_be_tensors_and_steps_may_differ",
         "what_cannot_be_gone_through_is_refused_by_name",

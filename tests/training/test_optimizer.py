@@ -221,15 +221,6 @@ def test_each_step_is_counted_by_those_who_keep_copies_of_the_masters() -> None:
     assert adapter.optimizer_steps() == before + 2 and len(heard) == 2
 
 
-def test_each_step_writes_the_copies_that_it_was_given() -> None:
-    mine = parameters()
-    ours, narrow = AdamW(mine, **NUMBERS), torch.zeros(36, dtype=torch.bfloat16)
-    ours.copy_into(mine[1], narrow)
-    gradients(mine, 0)
-    ours.step()
-    assert torch.equal(narrow.view(9, 4), mine[1].detach().t().to(torch.bfloat16))
-
-
 def test_a_gradient_that_is_not_finite_stops_at_the_guard_and_is_named_before_the_update(tiny: Path) -> None:
     """Clipping in a pass of its own spreads one NaN over all gradients; nobody can say then whence it came."""
     model = attach(load_base(tiny / "model", recipe_of("tiny-moe")), recipe_of("tiny-moe"), None)

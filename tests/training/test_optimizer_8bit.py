@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torchao.optim import adam as theirs_inside
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from kernels import adapter
+from training.optimizer import adapt
 from training.optimizer_8bit import AdamW8bit, unfit
 from training.sharded import resume
 from training.sharded.resume import Placed
@@ -111,15 +113,12 @@ def test_the_file_of_a_base_in_4_bits_goes_on_to_the_bit(tmp_path: Path) -> None
     assert all(torch.equal(one, two) for one, two in zip(mine, again, strict=True))
 
 
-def test_gradients_are_zeros_and_copies_written_where_asked() -> None:
+def test_gradients_are_zeros_where_asked() -> None:
     mine = parameters()
     ours = AdamW8bit(mine, **NUMBERS, zero_grads=True)
-    narrow = torch.zeros(24 * 512, dtype=torch.bfloat16)
-    ours.copy_into(mine[1], narrow)
     gradients(mine, 0)
     ours.step()
     assert not any(bool(each.grad.any()) for each in mine)  # type: ignore[union-attr]
-    assert torch.equal(narrow.view(512, 24), mine[1].detach().t().to(torch.bfloat16))
 
 
 def test_what_is_not_taken_is_refused_by_name() -> None:
@@ -134,3 +133,45 @@ def test_what_is_not_taken_is_refused_by_name() -> None:
     stock = torchao.AdamW8bit(parameters(), **NUMBERS, amsgrad=True)
     with pytest.raises(ValueError, match="amsgrad"):
         AdamW8bit(parameters(), **NUMBERS).load_state_dict(copy.deepcopy(stock.state_dict()))
+
+
+def test_a_state_whose_codes_mean_other_numbers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    mine, other = parameters(), parameters()
+    stock = torchao.AdamW8bit(other, **NUMBERS)
+    train(other, stock, range(1))
+    stock.state[other[1]]["exp_avg"].qmap.mul_(1.5)
+    with pytest.raises(ValueError, match=r"the state keeps moments in blocks of 256 by a map from -1\.489 to 1\.5"):
+        AdamW8bit(mine, **NUMBERS).load_state_dict(stock.state_dict())
+    coarse = torchao.AdamW8bit(other, **NUMBERS, block_size=512)
+    train(other, coarse, range(1))
+    with pytest.raises(ValueError, match="blocks of 512"):
+        AdamW8bit(mine, **NUMBERS).load_state_dict(coarse.state_dict())
+    from torchao.optim import subclass_8bit
+
+    monkeypatch.setattr(subclass_8bit, "get_qmap_unsigned", subclass_8bit.get_qmap_signed)
+    with pytest.raises(ValueError, match="torchao keeps moments"):
+        AdamW8bit(mine, **NUMBERS)
+
+
+def test_a_trainer_gets_ours_with_its_numbers_and_keeps_its_own_clipping() -> None:
+    model = torch.nn.Linear(256, 32)
+    clip = object()
+    options = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-6, "block_size": 256, "bf16_stochastic_round": False}
+
+    def trainer(stock: Any, **changes: Any) -> Any:
+        return SimpleNamespace(
+            args=None,
+            model=model,
+            get_optimizer_cls_and_kwargs=lambda args, of: (stock, options | changes),
+            accelerator=SimpleNamespace(clip_grad_norm_=clip),
+        )
+
+    fitting = trainer(torchao.AdamW8bit)
+    assert adapt(fitting, clips=False) == "" and fitting.accelerator.clip_grad_norm_ is clip
+    made, numbers = fitting.optimizer_cls_and_kwargs
+    group = made(model.parameters(), **numbers).param_groups[0]
+    assert made is AdamW8bit and group["betas"] == (0.9, 0.99) and group["eps"] == 1e-6
+    assert "optimizer is SGD" in adapt(trainer(torch.optim.SGD))
+    assert "blocks are of 128 numbers, want 256" in adapt(trainer(torchao.AdamW8bit, block_size=128))
+    model.weight.data = model.weight.data.bfloat16()
+    assert "bfloat16" in adapt(trainer(torchao.AdamW8bit))

@@ -295,8 +295,8 @@ class Recipe(Frozen):
     """How many rows of a step go through the model at once, in CPT and SFT on a card. `auto`: as many as pay and fit, with so much less accumulation;
     the step is the same. `recipe`: each phase's own batch_size and accumulation. Other phases always take those."""
     cuda_graphs: Literal["auto", "off"] = "auto"
-    """Run each packed micro-batch of pretraining and supervised fine-tuning as one CUDA graph, on a card and where nothing keeps it from being captured.
-    The phase says whether it does."""
+    """Run each packed micro-batch of CPT and SFT as one CUDA graph, on a card that holds the base unquantised; a notice says that it does, or what keeps
+    it from it."""
     trackers: tuple[Literal["tensorboard", "trackio", "wandb"], ...] = ()
     """Where the steps are shown besides the events file, which stays the truth. Each needs its package on the box; wandb its key in the settings."""
     seed: int = 0

@@ -75,7 +75,6 @@ class MicroBatchGraph:
         # Before anything runs: put into what a forward pass has left free, each would keep a large block from being given back.
         self._grads = [torch.zeros_like(each) for each in self._trainable]
         self._results: tuple[Tensor, ...] = ()
-        before = self._counts()
 
         def work() -> None:
             results = results_of(self._batch)
@@ -83,15 +82,21 @@ class MicroBatchGraph:
             self._results = tuple(each.detach() for each in results)
 
         self._put_gradients()
-        for _ in range(_WARM_UP):
-            recorder.warm_up(work)
-        self._renew = recorder.record(lambda: _renew_copies(model))
-        warm = self._counts()
-        self._replay = recorder.record(work)
-        self._ran = [
-            [now - then for now, then in zip(*each, strict=True)] for each in zip(self._counts(), warm, strict=True)
-        ]
-        self._set_counts(before)
+        before = self._counts()
+        try:
+            for _ in range(_WARM_UP):
+                recorder.warm_up(work)
+            self._renew = recorder.record(lambda: _renew_copies(model))
+            warm = self._counts()
+            self._replay = recorder.record(work)
+            self._ran = [
+                [now - then for now, then in zip(*each, strict=True)] for each in zip(self._counts(), warm, strict=True)
+            ]
+        finally:
+            # None of it trained, whether it comes to a graph or not.
+            self._set_counts(before)
+        # Held, since whoever kept them may make others: an adapter that is scaled otherwise for a while gets copies of its own.
+        self._read = [tensor for copies in _copies(model) for tensor in copies.kept]
         self._steps = optimizer_steps()
         self._renew()
         self._put_gradients()

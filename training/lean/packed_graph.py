@@ -1,8 +1,8 @@
 """Micro-batches of one packed row as CUDA graphs, although no two rows have the same documents.
 
-A graph has room for so many tokens, documents and chunks. What a row leaves free becomes one more document, of tokens without a label, and the list of
-ends is filled up with documents of no tokens at all; chunks of those are read by nobody and write nothing. Numbers of documents and positions are
-computed from the ends inside the graph.
+A graph has room for so many tokens, documents and chunks. What a row leaves free becomes more documents, of tokens without a label and no longer than the
+data's own, since attention takes time by the square of their length; the list of ends is filled up with documents of no tokens at all, whose chunks are
+read by nobody and write nothing. Numbers of documents and positions are computed from the ends inside the graph.
 
 Shape letters: T tokens, N documents, C chunks of 64 tokens.
 """
@@ -34,22 +34,27 @@ class Room(NamedTuple):
     tokens: int
     documents: int
     chunks: int
+    longest: int
+    """Tokens of a document."""
 
     @classmethod
     def for_rows(cls, lengths: Sequence[Sequence[int]], rows: int) -> Room:
         """For any so many rows of these at once, each given by the lengths of its documents."""
-        tokens = -(-rows * max(map(sum, lengths)) // CHUNK) * CHUNK
-        documents = rows * max(map(len, lengths)) + 2  # what is left free, and one of no tokens
+        tokens, longest = (
+            -(-most // CHUNK) * CHUNK for most in (rows * max(map(sum, lengths)), max(map(max, lengths)))
+        )
+        # Those of the row that has most of them together with what it leaves free, so many times; and one of no tokens.
+        documents = max(-(-(rows * (len(row) * longest - sum(row)) + tokens) // longest) for row in lengths) + 1
         # Every document ends in a chunk of its own that is not full: what all of a row lose by that is counted, then at most one for what is left free.
         lost = max(sum(-each % CHUNK for each in row) for row in lengths)
         chunks = tokens // CHUNK + -(-rows * lost // CHUNK) + 1
-        return cls(tokens, documents, -(-chunks // _CHUNK_STEP) * _CHUNK_STEP)
+        return cls(tokens, documents, -(-chunks // _CHUNK_STEP) * _CHUNK_STEP, longest)
 
     def holds(self, ends: Sequence[int]) -> bool:
         """Whether a row whose documents end there (the first number is 0) fits."""
-        if ends[-1] > self.tokens:
+        if ends[-1] > self.tokens or max(last - first for first, last in itertools.pairwise(ends)) > self.longest:
             return False
-        filled = _filled(ends, self.tokens)
+        filled = _filled(ends, self)
         return len(filled) <= self.documents and _chunks(filled) <= self.chunks
 
 
@@ -57,7 +62,7 @@ def places(ends: Sequence[int], room: Room) -> Tensor:
     """[P] int32 on the host: `room.documents + 1` ends, then from the next multiple of 4 on (document, chunk in it) of `room.chunks` chunks.
 
     The last document has no tokens, and chunks beyond the row's are its first."""
-    filled = _filled(ends, room.tokens)
+    filled = _filled(ends, room)
     filled += [room.tokens] * (room.documents + 1 - len(filled))
     pairs = [
         (document, chunk)
@@ -86,15 +91,15 @@ def inputs_of(ids_1T: Tensor, labels_1T: Tensor, places_P: Tensor, room: Room) -
         "seq_idx": document_T[None],
         "cu_seq_lens_q": ends,
         "cu_seq_lens_k": ends,
-        "max_length_q": room.tokens,
-        "max_length_k": room.tokens,
+        "max_length_q": room.longest,
+        "max_length_k": room.longest,
         "chunk_indices": chunks,
     }
 
 
 class PackedGraphs:
     """`graphs(ids, labels, ends, items)` runs a packed micro-batch, forward and backward, and returns its results; None if it has to be launched kernel by
-    kernel. `tell` hears of the capture, and of what keeps rows from it."""
+    kernel. `tell` hears of the capture, `warn` (if not given, `tell`) of what has put an end to graphs."""
 
     def __init__(
         self,
@@ -103,8 +108,10 @@ class PackedGraphs:
         room: Room,
         tell: Callable[[str], None],
         recorder: Callable[[], Recorder] = CudaGraphs,
+        warn: Callable[[str], None] | None = None,
     ) -> None:
-        self._model, self._results_of, self._room, self._tell, self._recorder = model, results_of, room, tell, recorder
+        self._model, self._results_of, self._room, self._recorder = model, results_of, room, recorder
+        self._tell, self._warn = tell, warn or tell
         self._graph: MicroBatchGraph | None = None
         self._given_up = False
 
@@ -136,20 +143,18 @@ class PackedGraphs:
                 batch,
                 self._recorder(),
             )
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
-            # A graph is speed and nothing else: what this card or these versions cannot capture trains without. Warming up left gradients.
+            # A graph is speed and nothing else: what this card, its memory or these versions cannot capture trains without. Warming up left gradients.
             self._model.zero_grad(set_to_none=True)
             self._give_up(f"not captured, {type(error).__name__}: {str(error).splitlines()[0][:200]}")
             return
         self._tell(
-            f"a micro-batch of up to {room.tokens} tokens in {room.documents - 2} documents is one graph, captured in {time.perf_counter() - began:.1f} s"
+            f"a micro-batch of up to {room.tokens} tokens in {room.documents - 1} documents is one graph, captured in {time.perf_counter() - began:.1f} s"
         )
 
     def _give_up(self, reason: str) -> None:
         self._given_up, self._graph = True, None
-        self._tell(f"{reason}; micro-batches are launched kernel by kernel from here on")
+        self._warn(f"{reason}; micro-batches are launched kernel by kernel from here on")
 
 
 def _batch(ids_1T: Tensor, labels_1T: Tensor, ends: Sequence[int], items: Tensor, room: Room) -> dict[str, Any]:
@@ -165,9 +170,11 @@ def _batch(ids_1T: Tensor, labels_1T: Tensor, ends: Sequence[int], items: Tensor
     }
 
 
-def _filled(ends: Sequence[int], tokens: int) -> list[int]:
-    """The ends, with a document more for what is left free of so many tokens."""
-    return [*ends] if ends[-1] == tokens else [*ends, tokens]
+def _filled(ends: Sequence[int], room: Room) -> list[int]:
+    """The ends, with as many documents more as what is left free makes."""
+    return [*ends, *range(ends[-1] + room.longest, room.tokens, room.longest)] + [room.tokens] * (
+        ends[-1] < room.tokens
+    )
 
 
 def _chunks(ends: Sequence[int]) -> int:

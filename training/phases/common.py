@@ -344,7 +344,12 @@ def _graphs(desk: Desk, model: Any, count: TokenCount) -> Any:
         return None
     from training.phases.lean_trainer import Graphs  # it needs triton, as the layers do
 
-    return Graphs(lambda text: desk.notice("cuda graph", text, routine=True), count, ENOUGH_TOKENS)
+    return Graphs(
+        lambda text: desk.notice("cuda graph", text, routine=True),
+        count,
+        ENOUGH_TOKENS,
+        warn=lambda text: desk.notice("slow path", text),
+    )
 
 
 def _policy(desk: Desk, model: Any, split: Phase) -> tuple[Recompute, str]:

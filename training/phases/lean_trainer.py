@@ -37,12 +37,14 @@ class Graphs:
     """That packed micro-batches shall run as CUDA graphs, and who is told."""
 
     tell: Callable[[str], None]
-    """Of the capture, or of why there is none."""
+    """Of the capture, or of why the data has none."""
     count: TokenCount
     """Sees what goes through the model, which a replay hides."""
     at_most: int
     """Tokens of a micro-batch."""
     recorder: Callable[[], Recorder] = CudaGraphs
+    warn: Callable[[str], None] | None = None
+    """Of a graph that could not be captured, or not used any longer; `tell`, if not given."""
 
 
 def adapt(trainer: Any, graphs: Graphs | None = None) -> None:
@@ -216,7 +218,10 @@ class _Supervised:
         full = trainer.args.per_device_train_batch_size * sum(map(sum, rows)) / len(rows) / room.tokens
         if full < LEAST_FULL:
             return f"rows would fill {full:.0%} of a graph, and what is free would cost as much"
-        self._graphs = graphs, PackedGraphs(trainer.model, self._results, room, graphs.tell, graphs.recorder)
+        self._graphs = (
+            graphs,
+            PackedGraphs(trainer.model, self._results, room, graphs.tell, graphs.recorder, graphs.warn),
+        )
         self._stock_step, trainer.training_step = trainer.training_step, self.training_step
         return ""
 
@@ -229,10 +234,11 @@ class _Supervised:
         if not model.training:
             model.train()
         given = self._trainer._prepare_inputs({name: inputs[name] for name in ("input_ids", "labels")})
-        with graphs.count.replaced(ends[-1], 1):
+        with graphs.count.unseen():
             found = packed(given["input_ids"], given["labels"], ends, torch.as_tensor(num_items_in_batch))
         if found is None:
             return self._stock_step(model, inputs, num_items_in_batch)  # type: ignore[no-any-return]
+        graphs.count.add(ends[-1], 1)
         loss, counts = found
         self._seen.append(torch.cat([counts, counts.new_full((1,), ends[-1])]))
         return loss.clone()

@@ -40,13 +40,16 @@ class TokenCount:
         return tokens, rows
 
     @contextlib.contextmanager
-    def replaced(self, tokens: int, rows: int) -> Iterator[None]:
-        """What goes through the model meanwhile counts as these, however often and in whatever form it does."""
+    def unseen(self) -> Iterator[None]:
+        """What goes through the model meanwhile does not count: warming up and capturing a graph is no training, and a replay is not seen."""
         self._paused = True
         try:
             yield
         finally:
             self._paused = False
+
+    def add(self, tokens: int, rows: int) -> None:
+        """What trained unseen."""
         self._tokens.append(tokens)
         self._rows += rows
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +14,10 @@ import torch
 from torch import Tensor
 
 from tests.training.conftest import recipe_of
+from tests.training.lean.conftest import adapted
 from training import experts, lean, packing
-from training.lean.graph import MicroBatchGraph
+from training.contract.families import Family
+from training.lean.graph import MicroBatchGraph, _copies
 from training.lean.packed_graph import CHUNK, IGNORED, PackedGraphs, Room, inputs_of, places
 from training.model import attach, load_base, lora_tensors
 
@@ -48,6 +52,17 @@ def test_room_for_rows_holds_any_of_them_together(rows: int) -> None:
     longest = max(data, key=sum)
     assert not room.holds(ends_of([*longest * rows, room.tokens])), "more tokens"
     assert not room.holds(ends_of([1] * room.documents)), "more documents"
+    assert not room.holds([0, room.longest + 1]), "a longer one"
+
+
+def test_what_a_row_leaves_free_is_cut_as_long_as_its_documents() -> None:
+    """One document of it would take the time of its square, where the last rows of an epoch fill a part of the room."""
+    room = Room.for_rows([[100, 28], [64, 60]], 8)
+    assert room.longest == 128 and room.tokens == 1024
+    ends = places(ends_of([100, 28]), room)[: room.documents + 1]
+    assert int(ends.diff().max()) <= room.longest and int(ends[-1]) == room.tokens
+    ids = torch.zeros(1, room.tokens, dtype=torch.int64)
+    assert inputs_of(ids, ids, places(ends_of([64]), room), room)["max_length_q"] == room.longest
 
 
 def test_places_name_every_chunk_once_and_fill_up_with_one_of_a_document_without_tokens() -> None:
@@ -137,6 +152,24 @@ def test_rows_of_other_documents_give_the_loss_and_every_gradient_that_they_give
 
 
 @pytest.mark.train
+@pytest.mark.parametrize("policy", ["experts_kept", "full"])
+def test_every_family_gives_the_same_gradients_whatever_is_computed_again(family: Family, policy: str) -> None:
+    model = adapted(family)
+    assert lean.install(model).whole
+    lean.set_recompute(model, policy)
+    data = [[9, 30, 4], [1, 1, 60], [38]]
+    rows = [row_of(each, seed) for seed, each in enumerate(data)]
+    graphs = PackedGraphs(model, results_of(model), Room.for_rows(data, 1), lambda _: None, Again)
+    assert all(graphs(*row, torch.tensor(50)) for row in rows)
+    seen = gradients(model)
+    model.zero_grad(set_to_none=True)
+    for row in rows:
+        plainly(model, *row, torch.tensor(50))
+    for name, gradient in gradients(model).items():
+        torch.testing.assert_close(seen[name], gradient, rtol=1e-5, atol=1e-8, msg=lambda said, n=name: f"{n}: {said}")
+
+
+@pytest.mark.train
 def test_a_row_that_outgrows_the_room_is_said_and_goes_the_other_way_with_what_was_added(model: Any) -> None:
     small, large = row_of([9, 4], 0), row_of([130], 1)
     told: list[str] = []
@@ -150,19 +183,44 @@ def test_a_row_that_outgrows_the_room_is_said_and_goes_the_other_way_with_what_w
 
 
 @pytest.mark.train
-def test_what_cannot_be_captured_trains_without_and_leaves_no_gradient(model: Any) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("operation not permitted when stream is capturing"),
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    ],
+)
+def test_what_cannot_be_captured_trains_without_and_leaves_no_gradient_and_no_count(
+    model: Any, error: RuntimeError
+) -> None:
     class Refuses(Again):
         def record(self, work: Callable[[], None]) -> Callable[[], None]:
-            raise RuntimeError("operation not permitted when stream is capturing")
+            raise error
 
     told: list[str] = []
-    row = row_of([9, 4], 0)
+    row, before = row_of([9, 4], 0), experts.calls(model, "trained")
     graphs = PackedGraphs(model, results_of(model), Room.for_rows([[9, 4]], 1), told.append, Refuses)
     assert graphs(*row, torch.tensor(20)) is None
     assert told == [
-        "not captured, RuntimeError: operation not permitted when stream is capturing; micro-batches are launched kernel by kernel from here on"
+        f"not captured, {type(error).__name__}: {error}; micro-batches are launched kernel by kernel from here on"
     ]
     assert not gradients(model)
+    assert experts.calls(model, "trained") == before, "the guard would take warming up for training"
+
+
+@pytest.mark.train
+def test_the_copies_that_a_graph_reads_stay_though_the_model_makes_others(model: Any) -> None:
+    """Those of routed experts are made anew while the adapter is scaled otherwise, as the last checkpoint's probe does it."""
+    row = row_of([9, 4], 0)
+    graphs = PackedGraphs(model, results_of(model), Room.for_rows([[9, 4]], 1), lambda _: None, Again)
+    graphs(*row, torch.tensor(20))
+    read = [weakref.ref(tensor) for copies in _copies(model) for tensor in copies.kept]
+    assert len(read) > 20
+    for module in model.modules():
+        for inputs in vars(module).get("livery_inputs", {}).values():
+            inputs._copies.clear()
+    gc.collect()
+    assert all(each() is not None for each in read)
 
 
 @pytest.mark.train

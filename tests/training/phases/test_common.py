@@ -10,10 +10,12 @@ from torch import Tensor
 
 from tests.training.conftest import recipe_of
 from training import experts, lean, packing
+from training.contract.micro_batches import ENOUGH_TOKENS
 from training.errors import ModelError
 from training.lean import delta_net
 from training.model import attach, load_base
 from training.phases import common
+from training.phases.reporter import TokenCount
 
 pytestmark = pytest.mark.train
 
@@ -132,6 +134,32 @@ def as_on_a_card(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Told
     monkeypatch.setattr(experts, "forward_syncs", lambda _: False)
     monkeypatch.setattr(packing, "has_fast_rule", lambda: True)
     return model, desk
+
+
+def test_on_a_card_a_supervised_phase_takes_graphs_and_warns_where_one_fails(
+    as_on_a_card: tuple[Any, Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, desk = as_on_a_card
+    monkeypatch.setattr(experts, "choice", lambda _: SimpleNamespace(plan="sm90"))
+    recipe, count = desk.assignment.recipe, TokenCount()
+    graphs = common._graphs(desk, model, count)
+    assert graphs.count is count and graphs.at_most == ENOUGH_TOKENS
+    graphs.tell("captured")
+    graphs.warn("not captured")
+    assert desk.notices == {"cuda graph": ("captured", True), "slow path": ("not captured", False)}
+    for odd in (
+        recipe.model_copy(update={"cuda_graphs": "off"}),
+        recipe.model_copy(update={"box": recipe.box.model_copy(update={"device": "cpu"})}),
+        recipe.model_copy(update={"model": recipe.model.model_copy(update={"quantisation": "nf4"})}),
+    ):
+        desk.assignment.recipe = odd
+        assert common._graphs(desk, model, count) is None
+    desk.assignment.recipe = recipe
+    desk.phase = SimpleNamespace(kind="dpo")
+    assert common._graphs(desk, model, count) is None
+    desk.phase = recipe.phases[0]
+    monkeypatch.setattr(experts, "choice", lambda _: SimpleNamespace(plan=None))
+    assert common._graphs(desk, model, count) is None, "grouped products wait for the host"
 
 
 def test_on_a_card_the_gated_delta_rule_is_held_against_the_rule_as_written(as_on_a_card: tuple[Any, Told]) -> None:

@@ -244,6 +244,20 @@ def test_packed_steps_as_graphs_are_the_same_steps(tiny: Path, tmp_path: Path) -
 
 
 @pytest.mark.train
+def test_what_no_graph_takes_is_counted_once(tiny: Path, tmp_path: Path) -> None:
+    class Refuses(Again):
+        def record(self, work: Any) -> Any:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    told, warned = list[str](), list[str]()
+    graphs = lean_trainer.Graphs(told.append, TokenCount(), 4096, Refuses, warned.append)
+    given: Any = {"ours": True, "batch": 4, "accumulation": 1, "packed": True, "steps": 2, "max_length": 16}
+    seen = supervised(tiny, tmp_path, **given, graphs=graphs)
+    assert told == [] and len(warned) == 1 and "not captured" in warned[0]
+    assert graphs.count.take() == (seen.logs[1]["num_tokens"], 2)
+
+
+@pytest.mark.train
 def test_where_no_graph_fits_it_is_said_and_trains_on(tiny: Path, tmp_path: Path) -> None:
     given: Any = {"ours": True, "batch": 2, "accumulation": 1}
     told: list[str] = []

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -51,3 +52,15 @@ def test_nothing_is_counted_after_the_phase() -> None:
     count.close()
     model(input_ids=torch.zeros(1, 3, dtype=torch.long))
     assert count.take() == (0, 0)
+
+
+def test_what_warms_up_is_no_training_and_what_a_replay_hides_is_added(watched: tuple[Counted, TokenCount]) -> None:
+    model, count = watched
+    ids = torch.zeros(1, 5, dtype=torch.long)
+    with contextlib.suppress(RuntimeError), count.unseen():
+        model(input_ids=ids)
+        raise RuntimeError("not captured")
+    assert count.take() == (0, 0)
+    model(input_ids=ids)
+    count.add(7, 1)
+    assert count.take() == (12, 2)

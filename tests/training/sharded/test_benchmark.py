@@ -76,6 +76,26 @@ def test_every_way_is_measured_on_one_base_and_gives_one_loss(tmp_path: Path) ->
     assert files["read_of_checkpoint"] == 1 and cache["from_cache"] and cache["read_of_checkpoint"] < 0.6
 
 
+@pytest.mark.train
+def test_the_8_bit_optimizer_is_never_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    pytest.importorskip("torchao", reason="torchao is not installed")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("something was to be compiled")
+
+    monkeypatch.setattr(torch, "compile", refuse)
+    seen = []
+    whole = benchmark._train
+    monkeypatch.setattr(benchmark, "_train", lambda *args, **options: seen.append(whole(*args, **options)) or seen[-1])
+    out = tmp_path / "out.json"
+    arguments = ["--tiny", "--optimizer", "adamw_8bit", "--ways", "host", "--tokens", "64", "--steps", "2", "--save"]
+    assert benchmark.main([*arguments, "--json", str(out)]) == 0
+    assert "resume" in json.loads(out.read_text())["saved"]
+    _, _, trainer = seen[0]
+    assert type(trainer.optimizer.optimizer).__module__ == "training.optimizer_8bit"
+
+
 def test_without_a_card_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("this machine has a card")
