@@ -17,6 +17,14 @@ from torch import Tensor
 from kernels.adamw import AdamWPass, Clip, GradientNorm, Rates, Update, is_dense, layout
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_CHECKED = (
+    (512, 300),
+    (3, 4096),
+    (33, 65),
+)  # whole chunks and a piece, whole blocks, and what is kept in float32 in any case
+# Norm of a difference over the norm of two steps. float32 rounds to 1e-5 of a step, one code in 100,000 falls the other way; a wrong map, block or
+# factor is off by a tenth and more.
+_CHECKED_TO = 1e-2
 
 
 class Pending(NamedTuple):
@@ -138,7 +146,8 @@ def unfit(parameters: Iterable[Tensor]) -> str:
 def adapt(trainer: Any, *, clips: bool = True) -> str:
     """Give this trainer, newly built, our form of its AdamW, with its numbers, and our clipping. Returns why not, or "".
 
-    Without `clips` its clipping stays as it is: several processes clip together, before the step.
+    Without `clips` its clipping stays as it is: several processes clip together, before the step. On a card ours must first do there what it does on a
+    host.
     """
     stock, options = trainer.get_optimizer_cls_and_kwargs(trainer.args, trainer.model)
     trainable = [each for each in trainer.model.parameters() if each.requires_grad]
@@ -152,12 +161,48 @@ def adapt(trainer: Any, *, clips: bool = True) -> str:
             optimizer_8bit.AdamW8bit,
             optimizer_8bit.cannot_be(stock, options) or optimizer_8bit.unfit(trainable),
         )
+    device = trainable[0].device
+    if not reason and device.type == "cuda":
+        reason = differs(ours, ours, device)
     if reason:
         return reason
     trainer.optimizer_cls_and_kwargs = ours, {name: options[name] for name in ("lr", "betas", "eps")}
     if clips:
         trainer.accelerator.clip_grad_norm_ = functools.partial(_clip, trainer)
     return ""
+
+
+def differs(ours: type[ClipsInStep], wanted: type[ClipsInStep], device: torch.device) -> str:
+    """What two steps of `ours` on this device do otherwise than two of `wanted` on the host, on small random tensors; "" if nothing."""
+    try:
+        seen, right, before = (
+            _stepped(ours, device),
+            _stepped(wanted, torch.device("cpu")),
+            _stepped(None, torch.device("cpu")),
+        )
+    except Exception as error:  # noqa: BLE001 - a card that refuses the kernel must not end the run: the library's is there, and this is told
+        return f"a first step on this card: {type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+    for mine, theirs, old in zip(seen, right, before, strict=True):
+        apart = float((mine - theirs).norm() / (theirs - old).norm())
+        if not apart <= _CHECKED_TO:  # a NaN is not below anything
+            return f"on this card its step of a tensor {list(old.shape)} is off by {apart:.1e} of the step, want at most {_CHECKED_TO:.0e}"
+    return ""
+
+
+def _stepped(kind: type[ClipsInStep] | None, device: torch.device) -> list[Tensor]:
+    """The random tensors, clipped and stepped by an optimizer of this kind if there is one, on the host."""
+    generator = torch.Generator().manual_seed(0)  # of its own: training's random numbers stay as they are
+    drawn = [[torch.randn(shape, generator=generator) for _ in range(3)] for shape in _CHECKED]
+    parameters = [torch.nn.Parameter(first.to(device)) for first, *_ in drawn]
+    if kind is not None:
+        optimizer: Any = kind(parameters, lr=1e-2, weight_decay=0.1)  # type: ignore[call-arg]
+        for turn in (1, 2):
+            for parameter, each in zip(parameters, drawn, strict=True):
+                # Of other sizes: Adam divides a size that stays away, and with it a clipping that is missing.
+                parameter.grad = (each[turn] * turn**3).to(device)
+            optimizer.clip(parameters, 1.0)
+            optimizer.step()
+    return [each.detach().cpu() for each in parameters]
 
 
 def _clip(trainer: Any, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0) -> Tensor:

@@ -23,7 +23,7 @@ from tests.training.conftest import recipe_of
 from training import liveness, optimizer, packing
 from training.liveness import steps
 from training.model import attach, load_base, load_tokenizer, lora_tensors
-from training.optimizer import AdamW
+from training.optimizer import AdamW, differs
 from training.phases import common
 from training.sharded import resume
 from training.sharded.resume import Placed
@@ -389,3 +389,30 @@ def test_a_phase_takes_it_on_a_card_and_says_why_where_it_cannot(built: Callable
     other = built("other", optim="sgd")
     (said,) = set_for(other)
     assert "the trainer's optimizer is SGD" in said
+
+
+@pytest.mark.parametrize("kind", ["fp32", "8 bits"])
+def test_an_optimizer_that_steps_otherwise_on_the_card_is_not_taken(kind: str) -> None:
+    from training.optimizer_8bit import AdamW8bit
+
+    right: Any = AdamW if kind == "fp32" else AdamW8bit
+    here = torch.device("cpu")
+
+    class Forgets(right):  # type: ignore[misc]
+        def _step(self, number: int, group: Any, rates: Any, clip: Any) -> None:
+            super()._step(number, group, rates, None)
+
+    class Faster(right):  # type: ignore[misc]
+        def _step(self, number: int, group: Any, rates: Any, clip: Any) -> None:
+            super()._step(number, group, rates._replace(lr=rates.lr * 1.05), clip)
+
+    class Refuses(right):  # type: ignore[misc]
+        def _step(self, number: int, group: Any, rates: Any, clip: Any) -> None:
+            raise RuntimeError("no kernel image is available for execution on the device")
+
+    state = torch.get_rng_state()
+    assert differs(right, right, here) == ""
+    assert "is off by" in differs(Faster, right, here)
+    assert "no kernel image" in differs(Refuses, right, here)
+    assert "is off by" in differs(Forgets, right, here)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -18,6 +18,7 @@ from kernels.lean import conv_silu_split, gated_rms_norm
 from training.lean.handover import frozen, stock, untouched
 from training.lean.linears import Inputs
 from training.lean.segments import chunk_indices, document_numbers
+from training.packing import has_fast_rule
 
 
 def inputs() -> dict[str, Inputs]:
@@ -116,11 +117,9 @@ def fast_rule(device: torch.device) -> Callable[..., Any] | None:
 
 @functools.cache
 def _fla() -> Callable[..., Any] | None:
-    """flash-linear-attention's kernel; its package imports without Triton, and then holds only a fallback."""
-    try:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-    except ImportError:
+    """flash-linear-attention's kernel."""
+    if not has_fast_rule():
         return None
-    if not callable(chunk_gated_delta_rule):
-        return None
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
     return chunk_gated_delta_rule  # type: ignore[no-any-return]

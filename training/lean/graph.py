@@ -69,7 +69,7 @@ class MicroBatchGraph:
     ) -> None:
         recorder = recorder or CudaGraphs()
         self._wrappers = [wrapper for _, wrapper in experts.outer_wrappers(model)]
-        self._batch = {name: each.clone() if _moves(each) else each for name, each in batch.items()}
+        self._batch = {name: each.clone() if isinstance(each, Tensor) else each for name, each in batch.items()}
         self._trainable = [each for each in model.parameters() if each.requires_grad]
         self._places = [each.data_ptr() for each in self._trainable]
         # Before anything runs: put into what a forward pass has left free, each would keep a large block from being given back.
@@ -109,7 +109,7 @@ class MicroBatchGraph:
     def __call__(self, batch: Mapping[str, Any]) -> tuple[Tensor, ...]:
         self._begin()
         for name, mine in self._batch.items():
-            if not _moves(mine):
+            if not isinstance(mine, Tensor):
                 continue
             if batch[name].shape != mine.shape or batch[name].dtype != mine.dtype:
                 raise ValueError(
@@ -147,10 +147,6 @@ class MicroBatchGraph:
         for wrapper, each in zip(self._wrappers, counts, strict=True):
             for name, count in zip(_COUNTS, each, strict=True):
                 setattr(wrapper, name, count)
-
-
-def _moves(value: Any) -> bool:
-    return isinstance(value, Tensor)
 
 
 def _renew_copies(model: nn.Module) -> None:

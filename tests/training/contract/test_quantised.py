@@ -108,7 +108,7 @@ NO_PEERS = {"link_gbs": 24.0}
         (4, 16384, "all_gather", 99.7, NO_PEERS),
     ],
 )
-def test_predicted_seconds_are_within_20_percent_of_the_measured_ones(
+def test_predicted_seconds_are_near_the_measured_ones(
     gpus: int, tokens: int, way: Strategy, layer_ms: float, changes: dict[str, float]
 ) -> None:
     # The rows measured had 4,096 tokens each.
@@ -119,7 +119,9 @@ def test_predicted_seconds_are_within_20_percent_of_the_measured_ones(
     planned = plan_235b(wanted.model_copy(update={"phases": (phase,)}), box(gpus, card_gib, 512, **changes))
     # The head took 50 ms at 8k.
     measured_s = 94 * layer_ms / 1e3 + 0.05 * tokens / 8192
-    assert of(planned, way).step_s["sft"] == pytest.approx(measured_s, rel=0.2)
+    # On four cards other code was measured, not ours.
+    bound = 0.2 if gpus == 4 else 0.15
+    assert of(planned, way).step_s["sft"] == pytest.approx(measured_s, rel=bound)
 
 
 def test_layers_that_a_card_has_room_for_stay_there_and_shorten_the_step() -> None:
