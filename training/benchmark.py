@@ -34,7 +34,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from training import peer_step
+from training import allocator, peer_step
 from training.contract.memory import POLICIES
 from training.contract.recipe import RecipeError
 
@@ -417,6 +417,7 @@ def measure_step(options: argparse.Namespace) -> dict[str, Any]:
         device="cpu" if options.tiny else "cuda",
         dtype="float32" if options.tiny else "bfloat16",
         tiny=options.tiny,
+        optimizer=options.optimizer,
         recompute=options.recompute,
         peak_gb=options.peak_gb,
         ways=tuple(options.only or ()),
@@ -517,6 +518,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     whole.add_argument(
         "--only", nargs="+", metavar="WAY", help="ways by name: stock seed experts ours ours-packed portable"
     )
+    whole.add_argument("--optimizer", choices=("adamw", "adamw_8bit"), default="adamw", help="of our ways; adamw")
     whole.add_argument("--recompute", choices=("auto", *POLICIES), default="auto")
     whole.add_argument("--peak-gb", type=float, default=125.0, help="what `--recompute auto` may take; 125")
     whole.add_argument("--trainer", action="store_true", help="ours under TRL's SFTTrainer, too")
@@ -549,4 +551,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    allocator.grow_segments()  # as a run does
     sys.exit(main())

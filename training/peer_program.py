@@ -22,6 +22,8 @@ from typing import Any
 
 MARK = "livery-peer "
 VERSIONS = ("torch", "triton", "transformers", "peft", "trl", "flash-linear-attention", "xformers", "causal-conv1d")
+# A library that the peer brings within itself is no distribution, only a module in memory.
+BROUGHT = {"flash-linear-attention": "fla"}
 # The leaves that Livery's default recipe trains, and the names by which the peer asks for the routed experts' parameters.
 LEAVES = ("q_proj", "k_proj", "v_proj", "o_proj", "in_proj_qkv", "in_proj_z", "out_proj")
 EXPERTS = ("gate_proj", "up_proj", "down_proj", "gate_up_proj")
@@ -263,7 +265,8 @@ def _version(name: str) -> str | None:
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
-        return None
+        found = getattr(sys.modules.get(BROUGHT.get(name, "")), "__version__", None)
+        return f"{found} of the peer's own" if found else None
 
 
 if __name__ == "__main__":

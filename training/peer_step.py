@@ -4,7 +4,9 @@
 
 The peer needs a checkpoint to load, and the whole model is larger than many a disk. So it gets one of eight layers and is timed at two depths: their
 difference is what layers cost, the remainder is embeddings, head and loss, and the whole model's micro-batch is reckoned from both. Neither the optimizer
-nor its memory is in it. `training.peer_program` runs over there. Nothing of Livery is imported by the peer, nor the peer by Livery.
+nor its memory is in it. `training.peer_program` runs over there. Nothing of Livery is imported by the peer, nor the peer by Livery. A peer
+with flash-linear-attention reads the configurations that ours has tuned where the environment says FLA_CACHE_MODE=full and FLA_CONFIG_DIR=
+training/lean/tuned/CARD; without them its first micro-batch tunes for minutes.
 
 Exit codes: 0 measured, 1 the peer failed, 2 there is no such interpreter.
 """
@@ -33,7 +35,7 @@ PROGRAM = Path(__file__).with_name("peer_program.py")
 _MARK = "livery-peer "
 # What a library needs of the surroundings. Everything else stays here: keys and tokens, and PYTHONPATH, by which the peer would see our folders.
 _HANDED_ON = ("PATH", "HOME", "LANG", "TMPDIR", "CC", "CXX")
-_HANDED_ON_BEGINNINGS = ("LD_", "CUDA_", "NVIDIA_", "TRITON_", "TORCHINDUCTOR_", "OMP_", "UNSLOTH_")
+_HANDED_ON_BEGINNINGS = ("LD_", "CUDA_", "NVIDIA_", "TRITON_", "TORCHINDUCTOR_", "OMP_", "FLA_", "UNSLOTH_")
 # Nothing is fetched, and the peer does not count its users on a box of ours.
 _SILENT = {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1", "TOKENIZERS_PARALLELISM": "false"}
 _TAIL = 300

@@ -35,8 +35,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from training import allocator, launch, sinks
 from training import crew as crews
-from training import launch, sinks
 from training.box.child import Fenced
 from training.box.folder import FolderStore
 from training.box.prefetch import MARKER, marker_holds
@@ -251,6 +251,9 @@ def _begin(path: Path, home: Home) -> Assignment:
     if assignment.recipe.box.device == "cpu":
         # Before torch is imported: two threads on cores that others use cost up to 47 times the CPU of one.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+    elif assignment.recipe.model.quantisation == "none":
+        # A base in 4 bits is planned by what was measured without.
+        allocator.grow_segments()
     return assignment
 
 

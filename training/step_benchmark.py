@@ -23,7 +23,7 @@ from training.contract.memory import CONTEXT_GB, recompute_for
 from training.contract.recipe import Recompute
 from training.contract.shapes import ModelShape, read_shape
 from training.model import release
-from training.optimizer import AdamW
+from training.optimizer import AdamW, ClipsInStep
 from training.step_model import adapted, packed_row
 from training.step_profile import profiled
 from training.step_setting import Layer, Setting, Way, adapters_of, recipe_of, ways
@@ -88,7 +88,7 @@ def lines(document: Mapping[str, Any]) -> Iterator[str]:
     """The document for a person."""
     setting = document["setting"]
     yield (
-        f"{setting['layers']} layers, rank {setting['rank']}, {setting['tokens']} tokens a step, median of {setting['steps']} steps; "
+        f"{setting['layers']} layers, rank {setting['rank']}, {setting['optimizer']}, {setting['tokens']} tokens a step, median of {setting['steps']} steps; "
         f"{document['adapter_parameters'] / 1e9:.3f} G adapter parameters; {document['gflop_a_token']} GFLOP a token"
         + (f", {document['matmul_tflops']:.0f} TFLOP/s measured" if document["matmul_tflops"] else "")
     )
@@ -245,7 +245,7 @@ class Bench:
         """Clip, step and zero."""
         if self._optimizer is None:
             self._optimizer = self._fresh_optimizer()
-        if isinstance(self._optimizer, AdamW):
+        if isinstance(self._optimizer, ClipsInStep):
             self._optimizer.clip(self.trainable, _CLIP)
         else:
             nn.utils.clip_grad_norm_(self.trainable, _CLIP, foreach=True)
@@ -255,8 +255,15 @@ class Bench:
     def _fresh_optimizer(self) -> torch.optim.Optimizer:
         cuda, none = self.setting.device == "cuda", {"lr": 0.0, "weight_decay": 0.0}
         if cuda and self._lean:
-            return AdamW(self.trainable, **none)
+            return self._own_optimizer()(self.trainable, **none)  # type: ignore[call-arg]
         return torch.optim.AdamW(self.trainable, **none, fused=cuda)
+
+    def _own_optimizer(self) -> type[ClipsInStep]:
+        if self.setting.optimizer == "adamw":
+            return AdamW
+        from training.optimizer_8bit import AdamW8bit  # torchao takes seconds to import
+
+        return AdamW8bit
 
     def drop_optimizer(self) -> None:
         self._optimizer = None

@@ -25,6 +25,8 @@ class Setting:
     device: str = "cuda"
     dtype: str = "bfloat16"
     tiny: bool = False
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """Of our ways; the others keep torch's, with moments in fp32."""
     recompute: Literal["auto"] | Recompute = "auto"
     peak_gb: float = 125.0
     """What `auto` may take of the card, the driver's own part left out."""
@@ -104,7 +106,7 @@ def recipe_of(setting: Setting, micro: int) -> Recipe:
             "phases": [{**phase, "batch_size": max(1, micro // setting.row)}],
             "box": {"tier": "h200", "device": "cuda"} if cuda else {"tier": "rehearsal", "device": "cpu"},
             "budget": {"max_usd": 1},
-            "optimizer": "adamw",
+            "optimizer": setting.optimizer,
             "recompute": setting.recompute,
         }
     )

@@ -22,6 +22,8 @@ from training.tiny import datasets, make_tokenizer
 if TYPE_CHECKING:
     from training.step_benchmark import Bench
 
+_OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_torch_8bit"}
+
 
 def under_trl(bench: Bench, way: Way) -> dict[str, Any]:
     """Ours as training takes it: TRL's SFTTrainer with packing, its optimizer and its logging, seconds from step end to step end."""
@@ -54,7 +56,7 @@ def under_trl(bench: Bench, way: Way) -> dict[str, Any]:
             packing_strategy="bfd",
             learning_rate=0.0,
             weight_decay=0.0,
-            optim="adamw_torch_fused" if cuda else "adamw_torch",
+            optim=_OPTIMIZERS[setting.optimizer] if cuda else "adamw_torch",
             router_aux_loss_coef=0.0,
             bf16=cuda,
             use_cpu=not cuda,

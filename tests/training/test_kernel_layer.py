@@ -55,7 +55,7 @@ def test_two_adapters_at_once_are_refused() -> None:
 
 def test_a_slow_path_needs_the_recipes_word_and_is_then_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.training.kernels_in_a_model import adapted
-    from training.phases.common import _require_fast_paths
+    from training.phases import fast_paths
 
     monkeypatch.setattr(packing, "has_fast_rule", lambda: True)
     model = adapted()
@@ -75,7 +75,7 @@ def test_a_slow_path_needs_the_recipes_word_and_is_then_an_event(monkeypatch: py
         )
 
     with pytest.raises(ModelError, match=r"grouped_mm: sm90: dx is off by 4\.5e-01; write `allow: \[slow_experts\]`"):
-        _require_fast_paths(desk(), model)
+        fast_paths.require(desk(), model)
     assert notices == []
-    _require_fast_paths(desk("slow_experts"), model)
+    fast_paths.require(desk("slow_experts"), model)
     assert notices == [("slow path", "the routed experts run on grouped_mm: sm90: dx is off by 4.5e-01")]

@@ -24,7 +24,7 @@ from training import liveness, optimizer, packing
 from training.liveness import steps
 from training.model import attach, load_base, load_tokenizer, lora_tensors
 from training.optimizer import AdamW, differs
-from training.phases import common
+from training.phases import fast_paths
 from training.sharded import resume
 from training.sharded.resume import Placed
 
@@ -372,7 +372,7 @@ def test_a_phase_takes_it_on_a_card_and_says_why_where_it_cannot(built: Callable
             crew=SimpleNamespace(size=processes),
             notice=lambda what, reason: said.append(f"{what}: {reason}"),
         )
-        common._set_optimizer(desk, trainer)  # type: ignore[arg-type]
+        fast_paths.set_optimizer(desk, trainer)  # type: ignore[arg-type]
         return said
 
     trainer = built("phase")

@@ -6,11 +6,14 @@ import signal
 import subprocess
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from training import peer_program
 from training.peer_step import MODEL_LAYERS, PROGRAM, NoPeer, PeerSetting, lines, main, measure, ratios
 
 HERE = Path(__file__).parent
@@ -105,6 +108,7 @@ def test_no_figure_is_reckoned_from_what_is_not_the_same_step(tmp_path: Path, ru
 
 def test_the_peer_sees_neither_our_folders_nor_our_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"LD_LIBRARY_PATH": "/lib", "CUDA_VISIBLE_DEVICES": "1", "UNSLOTH_MOE_BACKEND": "grouped_mm"}
+    kept |= {"FLA_CACHE_MODE": "full", "FLA_CONFIG_DIR": "/tuned"}
     secret = {"VAST_API_KEY": "k", "AWS_SECRET_ACCESS_KEY": "k", "HF_TOKEN": "k", "PYTHONPATH": str(PROGRAM.parent)}
     for key, value in (kept | secret).items():
         monkeypatch.setenv(key, value)
@@ -189,6 +193,20 @@ def test_the_program_imports_nothing_of_ours() -> None:
         elif isinstance(node, ast.ImportFrom):
             tops.add((node.module or "").partition(".")[0])
     assert "torch" in tops and not tops & {"deployments", "flows", "tasks", "training", "kernels", "tests"}
+
+
+def test_a_library_that_the_peer_brings_within_itself_is_told_with_its_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_distribution(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    brought = ModuleType("fla")
+    brought.__dict__["__version__"] = "0.5.1"
+    monkeypatch.setitem(sys.modules, "fla", brought)
+    monkeypatch.setattr(metadata, "version", no_distribution)
+    assert peer_program._version("flash-linear-attention") == "0.5.1 of the peer's own"
+    assert peer_program._version("xformers") is None
+    monkeypatch.delitem(sys.modules, "fla")
+    assert peer_program._version("flash-linear-attention") is None
 
 
 def with_plain_peer(folder: Path, **env: str) -> Path:

@@ -12,7 +12,7 @@ import pytest
 from tests.training.conftest import Box, place_box, recipe_of
 from training.box.folder import FolderStore
 from training.contract import layout
-from training.phases import common
+from training.phases import fast_paths
 
 pytestmark = [pytest.mark.train, pytest.mark.timeout(300)]
 
@@ -21,7 +21,7 @@ _ROWS = {"cpt": 5, "sft": 25}
 
 
 def split_into(rows: int) -> Callable[[Any, Any], Any]:
-    """In place of `common._split`, which asks a card."""
+    """In place of `fast_paths.split`, which asks a card."""
 
     def split(desk: Any, _: Any) -> Any:
         phase = desk.phase
@@ -60,7 +60,7 @@ def test_a_run_that_goes_on_under_another_split_sees_the_same_rows(
         box = place_box(tmp_path / name, {}, recipe, "split", world, bucket=f"folder:{bucket}")
         data = box.root / "data" / f"{kind}.jsonl"
         data.write_text("".join(data.read_text().splitlines(keepends=True)[: _ROWS[kind]]))
-        monkeypatch.setattr(common, "_split", split_into(rows))
+        monkeypatch.setattr(fast_paths, "split", split_into(rows))
         assert box.run_here() == 0, box.of("abort")
         return box
 

@@ -1,15 +1,25 @@
-"""How many rows of a step go through the model at once. A small micro-batch leaves a card waiting for its host: 4,096 tokens of Qwen3.6-35B-A3B took an H200
-twice as long a token as 16,384 did, which is as much as pays. The step is the same however it is split, because the loss of pretraining and of
-supervised fine-tuning is divided by the tokens of the whole step.
+"""How many rows of a step go through the model at once. The step is the same however it is split, because the loss of pretraining and of supervised
+fine-tuning is divided by the tokens of the whole step; what changes is how long it takes and how much memory.
+
+The costs were fitted to whole steps of Qwen3.6-35B-A3B on an H200 (training/RESULTS.md), micro-batches as CUDA graphs: 58, 45 and 42 us a token at
+2,048, 4,096 and 8,192 tokens with nothing recomputed, 49 at 12,288 with the mixer and 48 at 16,384 with all but the experts recomputed.
 """
 
 from __future__ import annotations
 
-from training.contract.memory import MemoryPlan, has_room, moments, plan_memory
-from training.contract.recipe import Phase, Recipe
+from collections.abc import Iterator
+
+from training.contract.memory import MemoryPlan, has_room, moments, plan_memory, recompute_for
+from training.contract.recipe import Phase, Recipe, Recompute
 from training.contract.shapes import ModelShape
 
 ENOUGH_TOKENS = 16_384
+"""More at once is hardly faster."""
+# All weights are read forward and backward, which takes as long as so many tokens.
+_WEIGHTS_TOKENS = 860
+# Launching some 8,000 kernels one by one takes the host as long as the card takes for so many.
+_HOST_TOKENS = 12_000
+_RECOMPUTING: dict[Recompute, float] = {"none": 1.0, "mixer": 1.19, "experts_kept": 1.22, "full": 1.35}
 
 
 def plan_regrouped(recipe: Recipe, shape: ModelShape, available_gb: float) -> MemoryPlan:
@@ -25,19 +35,35 @@ def plan_regrouped(recipe: Recipe, shape: ModelShape, available_gb: float) -> Me
 
 
 def regrouped(recipe: Recipe, phase: Phase, shape: ModelShape, available_gb: float, gpus: int = 1) -> Phase:
-    """The phase with as many rows in a micro-batch as pay and fit, and so much less accumulation. As the recipe has it where it says so, on the CPU, for
-    a base in 4 bits, and where a loss is a mean over a micro-batch's rows: of preferences, of reinforcement, and the router's auxiliary one."""
+    """The phase in the micro-batches that take a step the least time of those that fit, its rows a step unchanged. As the recipe has it where it says so, on
+    the CPU, for a base in 4 bits, where nothing fits, and where a loss is a mean over a micro-batch's rows: of preferences, of reinforcement, and the
+    router's auxiliary one."""
     if recipe.micro_batches == "recipe" or recipe.box.device != "cuda" or recipe.model.quantisation != "none":
         return phase
     if phase.kind not in ("cpt", "sft") or phase.router_aux_loss > 0:
         return phase
-    each = phase.accumulation // gpus
-    best = phase
-    for more in range(2, each + 1):
-        rows = phase.batch_size * more
-        if each % more or rows * phase.max_length > ENOUGH_TOKENS:
+    best: Phase = phase
+    least = float("inf")
+    for split in _splits(phase, gpus):
+        tokens = split.batch_size * split.max_length
+        policy = recompute_for(recipe, split, shape, available_gb)
+        if tokens > ENOUGH_TOKENS or not has_room(next(moments(recipe, split, shape, policy)), available_gb):
             continue
-        changed = phase.model_copy(update={"batch_size": rows, "accumulation": each // more * gpus})
-        if has_room(next(moments(recipe, changed, shape)), available_gb):
-            best = changed
+        costs = cost(tokens, policy, graph=recipe.cuda_graphs != "off")
+        if costs < least:
+            best, least = split, costs
     return best
+
+
+def cost(tokens: int, policy: Recompute, *, graph: bool) -> float:
+    """Of a token in a micro-batch of so many, in what a token costs the card for itself with nothing recomputed."""
+    card = (tokens + _WEIGHTS_TOKENS) * _RECOMPUTING[policy]
+    return (card if graph else max(card, _HOST_TOKENS)) / tokens
+
+
+def _splits(phase: Phase, gpus: int) -> Iterator[Phase]:
+    """The phase with any number of rows at once that deals a card's share of a step out evenly."""
+    rows = phase.batch_size * (phase.accumulation // gpus)
+    for batch in range(1, rows + 1):
+        if rows % batch == 0:
+            yield phase.model_copy(update={"batch_size": batch, "accumulation": rows // batch * gpus})

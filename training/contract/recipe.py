@@ -292,8 +292,8 @@ class Recipe(Frozen):
     """What of each layer is computed again in the backward pass rather than kept: `none`, the token `mixer`, all with the routed `experts_kept`, or the
     `full` layer. Each is slower than the one before and takes less memory; `auto` is the fastest that fits the card, which the plan prints."""
     micro_batches: Literal["auto", "recipe"] = "auto"
-    """How many rows of a step go through the model at once, in CPT and SFT on a card. `auto`: as many as pay and fit, with so much less accumulation;
-    the step is the same. `recipe`: each phase's own batch_size and accumulation. Other phases always take those."""
+    """How many rows of a step go through the model at once, in CPT and SFT on a card. `auto`: as many as take the least time of those that fit; the step
+    is the same. `recipe`: each phase's own batch_size and accumulation. Other phases always take those."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """Run each packed micro-batch of CPT and SFT as one CUDA graph, on a card that holds the base unquantised; a notice says that it does, or what keeps
     it from it."""

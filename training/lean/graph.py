@@ -38,14 +38,14 @@ class CudaGraphs:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all: what the allocator keeps for a stream, no other can use.
+        self._aside = torch.cuda.Stream()
 
     def warm_up(self, work: Callable[[], None]) -> None:
-        # On a stream of its own, as the capture will have it: then the allocator has seen that stream, too.
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        self._aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._aside):
             work()
-        torch.cuda.current_stream().wait_stream(aside)
+        torch.cuda.current_stream().wait_stream(self._aside)
         torch.cuda.synchronize()
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:

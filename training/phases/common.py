@@ -6,28 +6,23 @@ even when training goes on from a checkpoint; built from the checkpoint, the ref
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PrinterCallback
 
-from training import experts, liveness, packing
+from training import liveness, packing
 from training.checkpoint import ADAPTER_FILES
-from training.contract.families import FAMILIES
 from training.contract.layout import PROBE
-from training.contract.memory import USABLE, recompute_for
-from training.contract.micro_batches import ENOUGH_TOKENS, regrouped
-from training.contract.recipe import GrpoPhase, Phase, Recipe, Recompute
+from training.contract.recipe import GrpoPhase, Phase
 from training.contract.rows import Row, read_rows
-from training.contract.shapes import shape_in
 from training.data import Prepared
-from training.errors import ModelError, Stage
+from training.errors import Stage
 from training.model import ADAPTER, attach, expected_counts, load_base, load_tokenizer, release, require_groups
+from training.phases import fast_paths
 from training.phases.desk import Desk
 from training.phases.reporter import Reporter, TokenCount, summary
 
@@ -113,15 +108,15 @@ def _train(desk: Desk, prepare: Prepare, build: Build, packed: bool) -> Path:
         desk.notice("base in 4 bits", "; ".join(held.lines()), routine=True)
     sample = _sample(tokenizer, rows, model)
     groups = _require_alive(model, desk, sample)
-    _require_fast_paths(desk, model)
-    split = _split(desk, model)
-    _set_recompute(desk, model, split)
+    fast_paths.require(desk, model)
+    split = fast_paths.split(desk, model)
+    fast_paths.set_recompute(desk, model, split)
     start = desk.start or _save_fresh(model, desk)
     before, base = liveness.group_states(model), liveness.base_sums(model)
     packed = packed and _packing_holds(model, desk)
 
     desk.clear(desk.output)
-    setting = Setting(desk, model, tokenizer, rows, packed, not _is_whole(model), split)
+    setting = Setting(desk, model, tokenizer, rows, packed, not fast_paths.is_whole(model), split)
     trainer = build(setting, prepared)
     if held:
         from training.sharded.trainer import adapt
@@ -131,13 +126,13 @@ def _train(desk: Desk, prepare: Prepare, build: Build, packed: bool) -> Path:
     if getattr(model, "livery_lean", None) is not None:
         from training.phases import lean_trainer  # it needs triton, as the layers do
 
-        lean_trainer.adapt(trainer, _graphs(desk, model, count))
+        lean_trainer.adapt(trainer, fast_paths.graphs(desk, model, count))
         trainer.add_callback(
             lean_trainer.HandoverWatch(
-                lambda reason: _take_slowly(desk, reason), lambda reason: desk.notice("slow path", reason)
+                lambda reason: fast_paths.take_slowly(desk, reason), lambda reason: desk.notice("slow path", reason)
             )
         )
-    _set_optimizer(desk, trainer)
+    fast_paths.set_optimizer(desk, trainer)
     trainer.remove_callback(PrinterCallback)  # the events say it
     liveness.require_arguments(trainer.args, desk.phase)
     guard = _guard(desk, trainer, groups)
@@ -228,158 +223,8 @@ def _packing_holds(model: Any, desk: Desk) -> bool:
             raise
         desk.notice("training unpacked", str(error))
         return False
-    _say_attention(desk, model)
+    fast_paths.say_attention(desk, model)
     return True
-
-
-def _say_attention(desk: Desk, model: Any) -> None:
-    """Which kernel the attention over packed documents runs on."""
-    if getattr(model, "livery_lean", None) is None:
-        return
-    from training.lean import attention
-
-    choice = attention.packed_choice(model)
-    if choice is not None:
-        desk.notice("slow path" if choice.slow else "packed attention", choice.reason, routine=not choice.slow)
-
-
-def _require_fast_paths(desk: Desk, model: Any) -> None:
-    """On a GPU a slow kernel path multiplies the bill: it needs the recipe's word. A wrong one is not for sale."""
-    recipe = desk.assignment.recipe
-    if recipe.box.device != "cuda":
-        return
-    for reason in _slow_paths(recipe, model):
-        _take_slowly(desk, reason)
-    _require_right_rule(desk, model)
-
-
-def _slow_paths(recipe: Recipe, model: Any) -> Iterator[str]:
-    """What of this model would run on a card more slowly than we know how."""
-    chosen = experts.choice(model)
-    if chosen and chosen.slow:
-        yield f"the routed experts run on {chosen.path}: {chosen.reason}"
-    elif "routed_experts" in recipe.adapters.groups and experts.forward_syncs(model):
-        yield "the routed experts' grouped products wait for the host on this card"
-    # With or without adapters on it, it is in the forward and in the backward pass.
-    if FAMILIES[recipe.model.family].packing == "gated_delta_net" and not packing.has_fast_rule():
-        yield "flash-linear-attention is not installed, the gated delta net runs in plain torch"
-    found = getattr(model, "livery_lean", None)
-    if found is None:
-        yield "the layers around the routed experts run in transformers' form: triton is not installed"
-    elif not found.whole:
-        name, reason = next(iter(found.left.items()))
-        yield f"{len(found.left)} modules run in transformers' form, such as {name}: {reason}"
-
-
-def _take_slowly(desk: Desk, reason: str) -> None:
-    """ModelError on a card, unless the recipe takes slower kernels; then, and on a CPU, it is said."""
-    recipe = desk.assignment.recipe
-    if recipe.box.device == "cuda" and "slow_experts" not in recipe.allow:
-        raise ModelError(f"{reason}; write `allow: [slow_experts]` in the recipe to accept slower kernels")
-    desk.notice("slow path", reason)
-
-
-def _require_right_rule(desk: Desk, model: Any) -> None:
-    """Compilers have got this kernel's backward pass wrong on single generations of cards. ModelError says how far off it is."""
-    if getattr(model, "livery_lean", None) is None:
-        return
-    from training import lean
-
-    apart = lean.check_rule(model)
-    if apart:
-        figures = ", ".join(f"{name} {difference:.1e}" for name, difference in apart.items())
-        desk.notice("gated delta rule", f"as far from the rule as written, by norm: {figures}", routine=True)
-
-
-def _is_whole(model: Any) -> bool:
-    """Whether every layer is ours."""
-    found = getattr(model, "livery_lean", None)
-    return found is not None and found.whole
-
-
-def _is_counted(model: Any) -> bool:
-    """Whether the memory plan's arithmetic is of what runs here: our layers around our experts."""
-    chosen = experts.choice(model)
-    return _is_whole(model) and chosen is not None and chosen.plan is not None
-
-
-def _split(desk: Desk, model: Any) -> Phase:
-    """The phase with the micro-batches that this card takes best; its steps stay the same, since the loss is divided by a whole step's tokens."""
-    recipe, phase = desk.assignment.recipe, desk.phase
-    if recipe.box.device != "cuda" or not _is_counted(model):
-        return phase
-    shape = shape_in(desk.home.model, recipe.model)
-    split = regrouped(recipe, phase, shape, _card_gb(model) * USABLE, desk.crew.size)
-    if split.batch_size != phase.batch_size:
-        desk.notice(
-            "micro-batch",
-            f"{split.batch_size} rows at once, {split.accumulation} a step (the recipe: {phase.batch_size} and {phase.accumulation}); the step is the same",
-            routine=True,
-        )
-    return split
-
-
-def _set_recompute(desk: Desk, model: Any, split: Phase) -> None:
-    """Have each layer that is ours recompute what the recipe says or, as in the plan, what this card's memory leaves no room for."""
-    found = getattr(model, "livery_lean", None)
-    if found is None:
-        return
-    if found.left:
-        reasons: dict[str, int] = Counter(found.left.values())
-        desk.notice("left stock", "; ".join(f"{count} modules: {reason}" for reason, count in reasons.items()))
-    from training import lean
-
-    policy, why = _policy(desk, model, split)
-    lean.set_recompute(model, policy)
-    desk.notice("recompute", f"{policy}: {why}", routine=True)
-
-
-def _graphs(desk: Desk, model: Any, count: TokenCount) -> Any:
-    """What runs packed micro-batches as graphs: on a card, of a base that lies on it whole, with nothing in the layers that waits for the host."""
-    recipe = desk.assignment.recipe
-    cuda = recipe.box.device == "cuda"
-    if not cuda or recipe.cuda_graphs == "off" or recipe.model.quantisation != "none" or not _is_counted(model):
-        return None
-    if desk.phase.kind not in ("cpt", "sft"):
-        return None
-    from training.phases.lean_trainer import Graphs  # it needs triton, as the layers do
-
-    return Graphs(
-        lambda text: desk.notice("cuda graph", text, routine=True),
-        count,
-        ENOUGH_TOKENS,
-        warn=lambda text: desk.notice("slow path", text),
-    )
-
-
-def _policy(desk: Desk, model: Any, split: Phase) -> tuple[Recompute, str]:
-    recipe = desk.assignment.recipe
-    if recipe.recompute != "auto":
-        return recipe.recompute, "the recipe's word"
-    if recipe.box.device != "cuda":
-        return "none", "on a CPU"
-    if recipe.model.quantisation != "none":
-        return "full", "layers of a base in 4 bits are always recomputed whole"
-    if not _is_counted(model):
-        return "full", "what is not computed by our own kernels keeps more than the plan counts"
-    gb, shape = _card_gb(model), shape_in(desk.home.model, recipe.model)
-    return recompute_for(recipe, split, shape, gb * USABLE), f"the fastest that fits {gb:.1f} GB"
-
-
-def _card_gb(model: Any) -> float:
-    return float(torch.cuda.get_device_properties(next(model.parameters()).device).total_memory / 1e9)
-
-
-def _set_optimizer(desk: Desk, trainer: Any) -> None:
-    """On a card the recipe's AdamW in one pass over memory, and clipping in it; several processes clip together, before it. Checkpoints are the same."""
-    # Without triton there is a slow path, which has been said.
-    if desk.assignment.recipe.box.device != "cuda" or find_spec("triton") is None:
-        return
-    from training import optimizer
-
-    reason = optimizer.adapt(trainer, clips=desk.crew.size == 1)
-    if reason:
-        desk.notice("optimizer", f"the library's own, and clipping in a pass of its own: {reason}")
 
 
 def _sample(tokenizer: Any, rows: Sequence[Row], model: Any) -> torch.Tensor:

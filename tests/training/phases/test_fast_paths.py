@@ -14,14 +14,14 @@ from training.contract.micro_batches import ENOUGH_TOKENS
 from training.errors import ModelError
 from training.lean import delta_net
 from training.model import attach, load_base
-from training.phases import common
+from training.phases import common, fast_paths
 from training.phases.reporter import TokenCount
 
 pytestmark = pytest.mark.train
 
 
 class Told(SimpleNamespace):
-    """What `_set_recompute` asks of a desk."""
+    """What `set_recompute` asks of a desk."""
 
     def __init__(self, recipe: Any, model: Path) -> None:
         self.notices: dict[str, tuple[str, bool]] = {}
@@ -48,10 +48,10 @@ def test_every_layer_recomputes_what_the_recipe_says_and_the_phase_says_so(
     tiny: Path, word: str, policy: str, why: str
 ) -> None:
     model, desk = attached(tiny, recompute=word)
-    common._set_recompute(desk, model, desk.phase)
+    fast_paths.set_recompute(desk, model, desk.phase)
     assert lean.recompute_of(model) == policy
     assert desk.notices == {"recompute": (f"{policy}: {why}", True)}
-    assert common._is_whole(model) and not any(lean.handed_over(model))
+    assert fast_paths.is_whole(model) and not any(lean.handed_over(model))
 
 
 def test_what_stays_stock_is_said_with_its_reason(tiny: Path) -> None:
@@ -60,10 +60,10 @@ def test_what_stays_stock_is_said_with_its_reason(tiny: Path) -> None:
     mixer = base.model.layers[0].linear_attn
     mixer.conv1d.register_forward_hook(lambda *_: None)
     model, desk = attach(base, recipe, None), Told(recipe, tiny / "model")
-    common._set_recompute(desk, model, desk.phase)
+    fast_paths.set_recompute(desk, model, desk.phase)
     reason, routine = desk.notices["left stock"]
     assert "1 modules: conv1d or norm has a hook" in reason and not routine
-    assert not common._is_whole(model)
+    assert not fast_paths.is_whole(model)
 
 
 def on_a_card(recipe: Any) -> Any:
@@ -79,7 +79,7 @@ def test_on_a_card_the_policy_is_the_plans_by_the_cards_own_memory(tiny: Path, m
     for gb in (150.0, 1.5):
         memory = SimpleNamespace(total_memory=gb * 1e9)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, memory=memory: memory)
-        found[gb] = common._policy(desk, model, desk.phase)
+        found[gb] = fast_paths._policy(desk, model, desk.phase)
     assert found == {150.0: ("none", "the fastest that fits 150.0 GB"), 1.5: ("full", "the fastest that fits 1.5 GB")}
 
 
@@ -89,10 +89,10 @@ def test_on_a_card_the_rows_of_a_step_go_together_as_far_as_they_fit_and_the_pol
     model, desk = attached(tiny)
     monkeypatch.setattr(experts, "choice", lambda _: SimpleNamespace(plan="sm90"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=150e9))
-    assert common._split(desk, model) is desk.phase, "on a CPU it is the recipe's"
+    assert fast_paths.split(desk, model) is desk.phase, "on a CPU it is the recipe's"
     desk.assignment.recipe = on_a_card(desk.assignment.recipe)
     desk.phase = desk.phase.model_copy(update={"batch_size": 2, "accumulation": 8, "max_length": 2048})
-    split = common._split(desk, model)
+    split = fast_paths.split(desk, model)
     assert (split.batch_size, split.accumulation) == (8, 2)
     assert desk.notices == {
         "micro-batch": ("8 rows at once, 2 a step (the recipe: 2 and 8); the step is the same", True)
@@ -100,8 +100,8 @@ def test_on_a_card_the_rows_of_a_step_go_together_as_far_as_they_fit_and_the_pol
     arguments = common.Setting(desk, model, None, [], False, split=split).arguments
     desk.output = tiny
     assert (arguments()["per_device_train_batch_size"], arguments()["gradient_accumulation_steps"]) == (8, 2)
-    monkeypatch.setattr(common, "recompute_for", lambda recipe, phase, shape, gb: phase.batch_size)
-    assert common._policy(desk, model, split)[0] == 8, "the policy is for what runs"
+    monkeypatch.setattr(fast_paths, "recompute_for", lambda recipe, phase, shape, gb: phase.batch_size)
+    assert fast_paths._policy(desk, model, split)[0] == 8, "the policy is for what runs"
 
 
 def test_a_model_that_the_plan_does_not_count_keeps_the_recipes_micro_batches(
@@ -111,7 +111,7 @@ def test_a_model_that_the_plan_does_not_count_keeps_the_recipes_micro_batches(
     desk.assignment.recipe = on_a_card(desk.assignment.recipe)
     desk.phase = desk.phase.model_copy(update={"batch_size": 2, "accumulation": 8, "max_length": 2048})
     monkeypatch.setattr(experts, "choice", lambda _: SimpleNamespace(plan=None))
-    assert common._split(desk, model) is desk.phase and desk.notices == {}
+    assert fast_paths.split(desk, model) is desk.phase and desk.notices == {}
 
 
 def test_experts_that_are_not_on_our_kernels_keep_more_than_the_plan_counts(
@@ -121,7 +121,7 @@ def test_experts_that_are_not_on_our_kernels_keep_more_than_the_plan_counts(
     desk.assignment.recipe = on_a_card(desk.assignment.recipe)
     for chosen in (None, SimpleNamespace(plan=None)):
         monkeypatch.setattr(experts, "choice", lambda _, chosen=chosen: chosen)
-        policy, why = common._policy(desk, model, desk.phase)
+        policy, why = fast_paths._policy(desk, model, desk.phase)
         assert policy == "full" and "keeps more than the plan counts" in why
 
 
@@ -142,7 +142,7 @@ def test_on_a_card_a_supervised_phase_takes_graphs_and_warns_where_one_fails(
     model, desk = as_on_a_card
     monkeypatch.setattr(experts, "choice", lambda _: SimpleNamespace(plan="sm90"))
     recipe, count = desk.assignment.recipe, TokenCount()
-    graphs = common._graphs(desk, model, count)
+    graphs = fast_paths.graphs(desk, model, count)
     assert graphs.count is count and graphs.at_most == ENOUGH_TOKENS
     graphs.tell("captured")
     graphs.warn("not captured")
@@ -153,18 +153,18 @@ def test_on_a_card_a_supervised_phase_takes_graphs_and_warns_where_one_fails(
         recipe.model_copy(update={"model": recipe.model.model_copy(update={"quantisation": "nf4"})}),
     ):
         desk.assignment.recipe = odd
-        assert common._graphs(desk, model, count) is None
+        assert fast_paths.graphs(desk, model, count) is None
     desk.assignment.recipe = recipe
     desk.phase = SimpleNamespace(kind="dpo")
-    assert common._graphs(desk, model, count) is None
+    assert fast_paths.graphs(desk, model, count) is None
     desk.phase = recipe.phases[0]
     monkeypatch.setattr(experts, "choice", lambda _: SimpleNamespace(plan=None))
-    assert common._graphs(desk, model, count) is None, "grouped products wait for the host"
+    assert fast_paths.graphs(desk, model, count) is None, "grouped products wait for the host"
 
 
 def test_on_a_card_the_gated_delta_rule_is_held_against_the_rule_as_written(as_on_a_card: tuple[Any, Told]) -> None:
     model, desk = as_on_a_card
-    common._require_fast_paths(desk, model)
+    fast_paths.require(desk, model)
     assert list(desk.notices) == ["gated delta rule"], "nothing is slow"
     reason, routine = desk.notices["gated delta rule"]
     assert routine and all(f"{name} " in reason for name in ("output", "query", "key", "value", "decay", "beta"))
@@ -182,13 +182,13 @@ def test_a_rule_that_is_wrong_on_this_card_trains_nothing_whatever_is_allowed(
 
     monkeypatch.setattr(delta_net, "delta_rule", wrong)
     with pytest.raises(ModelError, match="the gated delta rule's kernel is wrong on this card: off in output by"):
-        common._require_fast_paths(desk, model)
+        fast_paths.require(desk, model)
 
 
 def test_on_a_cpu_the_rule_is_not_checked(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, desk = attached(tiny)
     monkeypatch.setattr(lean, "check_rule", lambda _: pytest.fail("there is no card"))
-    common._require_fast_paths(desk, model)
+    fast_paths.require(desk, model)
     assert desk.notices == {}
 
 
@@ -202,12 +202,12 @@ def test_on_a_card_layers_that_stay_stock_need_the_recipes_word(as_on_a_card: tu
     with pytest.raises(
         ModelError, match=r"1 modules run in transformers' form.*self_attn: attention_dropout is 0.1.*slow_experts"
     ):
-        common._require_fast_paths(desk, model)
+        fast_paths.require(desk, model)
     model.livery_lean = None
     with pytest.raises(ModelError, match=r"in transformers' form: triton is not installed; write"):
-        common._require_fast_paths(desk, model)
+        fast_paths.require(desk, model)
     desk.assignment.recipe = desk.assignment.recipe.model_copy(update={"allow": ("slow_experts",)})
-    common._require_fast_paths(desk, model)
+    fast_paths.require(desk, model)
     assert not desk.notices["slow path"][1], "it is no routine"
 
 
@@ -220,4 +220,4 @@ def test_on_a_card_the_plain_rule_is_slow_whatever_groups_carry_adapters(
     desk.assignment.recipe = recipe.model_copy(update={"adapters": adapters})
     monkeypatch.setattr(packing, "has_fast_rule", lambda: False)
     with pytest.raises(ModelError, match="flash-linear-attention is not installed"):
-        common._require_fast_paths(desk, model)
+        fast_paths.require(desk, model)
