@@ -52,8 +52,11 @@ def _install_in(modeling: Any) -> None:
 
     def packed_rule(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
         ends = options.get("cu_seqlens")
-        if ends is None or (query.is_cuda and has_fast_rule()):
+        if query.is_cuda and (ends is None or has_fast_rule()):
             return rule(query, key, value, **options)
+        if ends is None:
+            # Where the fast rule is installed, transformers' own function would take it on a CPU, too.
+            return plain_rule(query, key, value, **options)
         return _document_by_document(plain_rule, query, key, value, options)
 
     def packed_conv(

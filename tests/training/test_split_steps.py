@@ -13,6 +13,7 @@ from tests.training.conftest import Box, place_box, recipe_of
 from training.box.folder import FolderStore
 from training.contract import layout
 from training.phases import fast_paths
+from training.phases.lean_trainer import Graphs
 
 pytestmark = [pytest.mark.train, pytest.mark.timeout(300)]
 
@@ -20,13 +21,14 @@ _ROWS = {"cpt": 5, "sft": 25}
 """So few that the last steps of an epoch have fewer rows than others, and the run goes over its end."""
 
 
-def split_into(rows: int) -> Callable[[Any, Any], Any]:
-    """In place of `fast_paths.split`, which asks a card."""
+def split_into(rows: int, launched: int | None = None) -> Callable[..., Any]:
+    """In place of `fast_paths.split`, which asks a card; `launched` are the rows of what is no graph."""
 
-    def split(desk: Any, _: Any) -> Any:
+    def split(desk: Any, _: Any, *, graphs: bool = True) -> Any:
         phase = desk.phase
         step = phase.batch_size * phase.accumulation
-        return phase.model_copy(update={"batch_size": rows, "accumulation": step // rows})
+        batch = rows if graphs or launched is None else launched
+        return phase.model_copy(update={"batch_size": batch, "accumulation": step // batch})
 
     return split
 
@@ -75,3 +77,31 @@ def test_a_run_that_goes_on_under_another_split_sees_the_same_rows(
     epochs = [event.metrics["epoch"] for event in whole.of("step")]
     assert epochs[-1] > 1 and any(epoch % 1 for epoch in epochs)
     assert len({round(loss, 5) for loss in losses(whole).values()}) == 6, "steps tell rows apart"
+
+
+def test_data_that_is_not_for_graphs_takes_the_split_for_launches_before_its_first_step(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phase = next(each for each in recipe_of("tiny-moe").model_dump(mode="json")["phases"] if each["kind"] == "sft")
+    phase |= {"steps": 3, "save_every_steps": 3, "batch_size": 1, "accumulation": 8, "max_length": 512}
+    recipe = recipe_of("tiny-moe", phases=[phase], evaluation={"data": None})
+    forwards: dict[str, int] = {}
+
+    def run(name: str, split: Callable[..., Any], graphs: bool) -> Box:
+        box = place_box(tmp_path / name, {}, recipe, "split", tiny, bucket=f"folder:{tmp_path / name / 'bucket'}")
+        monkeypatch.setattr(fast_paths, "split", split)
+
+        def asked(desk: Any, model: Any, count: Any) -> Graphs | None:
+            model.register_forward_hook(lambda *_: forwards.update({name: forwards.get(name, 0) + model.training}))
+            return Graphs(lambda text: desk.notice("cuda graph", text), count, at_most=1) if graphs else None
+
+        monkeypatch.setattr(fast_paths, "graphs", asked)
+        assert box.run_here() == 0, box.of("abort")
+        return box
+
+    wanted = run("plain", split_into(2), graphs=False)
+    seen = run("declined", split_into(8, launched=2), graphs=True)
+    notices = {event.what: event.reason for event in seen.of("notice")}
+    assert "none, micro-batches are of" in notices["cuda graph"]
+    assert losses(seen) == pytest.approx(losses(wanted), rel=1e-4)
+    assert forwards["declined"] == forwards["plain"] >= 3 * 8 // 2

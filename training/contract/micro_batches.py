@@ -34,14 +34,17 @@ def plan_regrouped(recipe: Recipe, shape: ModelShape, available_gb: float) -> Me
     return plan.model_copy(update={"micro_batches": changed})
 
 
-def regrouped(recipe: Recipe, phase: Phase, shape: ModelShape, available_gb: float, gpus: int = 1) -> Phase:
+def regrouped(
+    recipe: Recipe, phase: Phase, shape: ModelShape, available_gb: float, gpus: int = 1, *, graphs: bool = True
+) -> Phase:
     """The phase in the micro-batches that take a step the least time of those that fit, its rows a step unchanged. As the recipe has it where it says so, on
     the CPU, for a base in 4 bits, where nothing fits, and where a loss is a mean over a micro-batch's rows: of preferences, of reinforcement, and the
-    router's auxiliary one."""
+    router's auxiliary one. Without `graphs`, for micro-batches that are launched kernel by kernel whatever the recipe says."""
     if recipe.micro_batches == "recipe" or recipe.box.device != "cuda" or recipe.model.quantisation != "none":
         return phase
     if phase.kind not in ("cpt", "sft") or phase.router_aux_loss > 0:
         return phase
+    graph = graphs and gpus == 1 and recipe.cuda_graphs != "off"
     best: Phase = phase
     least = float("inf")
     for split in _splits(phase, gpus):
@@ -49,7 +52,7 @@ def regrouped(recipe: Recipe, phase: Phase, shape: ModelShape, available_gb: flo
         policy = recompute_for(recipe, split, shape, available_gb)
         if tokens > ENOUGH_TOKENS or not has_room(next(moments(recipe, split, shape, policy)), available_gb):
             continue
-        costs = cost(tokens, policy, graph=recipe.cuda_graphs != "off")
+        costs = cost(tokens, policy, graph=graph)
         if costs < least:
             best, least = split, costs
     return best

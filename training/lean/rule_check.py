@@ -8,13 +8,17 @@ Shape letters: T tokens, K query and key heads, V value heads, D numbers of a he
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from triton.runtime.errors import TritonError
 
 from training.errors import ModelError
 from training.lean import delta_net
@@ -25,32 +29,31 @@ _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 1e-2}
 _TOLERANCE_ELSE = 1e-3
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Of one gated delta net: how many, and numbers of each."""
+
+    keys: int
+    key_dim: int
+    values: int
+    value_dim: int
+
+
 def check_rule(model: nn.Module) -> dict[str, float]:
     """How far output and gradients are from the rule, each as a share of its norm; empty if no gated delta net of the model is ours. ModelError where one
     is too far, or where the kernel refuses this card. The first call on a card compiles and tunes the kernels that training needs anyway."""
     net: Any = next((each for each in model.modules() if _is_ours(each)), None)
     if net is None:
         return {}
-    given = _random_row(net)
-    weights = torch.randn(given["value"].shape, generator=_generator(1)).to(given["value"])
-    # Gates that forget a fifth a token: what crosses a border or a chunk then counts. A model's own may forget all at once.
-    A_log = torch.full((net.num_v_heads,), math.log(0.3)).to(given["value"])
-    gates = {"A_log": A_log, "dt_bias": torch.zeros_like(A_log)}
-    modeling = sys.modules[type(net).__module__]
+    heads = Heads(net.num_k_heads, net.head_k_dim, net.num_v_heads, net.head_v_dim)
+    rule = functools.partial(delta_net.delta_rule, sys.modules[type(net).__module__])
     try:
-        found = _with_gradients(
-            lambda **row: delta_net.delta_rule(modeling, **gates, **row, options=_options(A_log.device)), given, weights
-        )
-    except RuntimeError as error:
+        apart = differences(rule, heads, net.conv1d.weight)
+    except (RuntimeError, TritonError) as error:
         raise ModelError(
             f"the gated delta rule's kernel refuses this card: {error}; install the Triton it names, or rent another kind of card"
         ) from error
-    wide = {name: each.float() for name, each in given.items()}
-    wanted = _with_gradients(lambda **row: _rule_as_written(**gates, **row), wide, weights.float())
-    apart = {
-        name: float((found[name].float() - value).norm() / value.norm()) for name, value in wanted.items()
-    }  # a NaN is not below anything
-    limit = _TOLERANCE.get(given["query"].dtype, _TOLERANCE_ELSE)
+    limit = _TOLERANCE.get(net.conv1d.weight.dtype, _TOLERANCE_ELSE)
     wrong = [f"{name} by {difference:.1e}" for name, difference in apart.items() if not difference <= limit]
     if wrong:
         raise ModelError(
@@ -58,6 +61,21 @@ def check_rule(model: nn.Module) -> dict[str, float]:
             " install another Triton or flash-linear-attention, or rent another kind of card"
         )
     return apart
+
+
+def differences(rule: Callable[..., Tensor], heads: Heads, like: Tensor) -> dict[str, float]:
+    """How far output and gradients of `rule`, given by name what `delta_net.delta_rule` is given after its first argument, are from the rule as it is
+    written, each as a share of its norm (a NaN is not below anything). On a short packed row in the dtype and on the device of `like`."""
+    given = _random_row(heads, like)
+    weights = torch.randn(given["value"].shape, generator=_generator(1)).to(given["value"])
+    # Gates that forget a fifth a token: what crosses a border or a chunk then counts. A model's own may forget all at once.
+    A_log = torch.full((heads.values,), math.log(0.3)).to(given["value"])
+    gates = {"A_log": A_log, "dt_bias": torch.zeros_like(A_log)}
+    options = _options(A_log.device)
+    found = _with_gradients(lambda **row: rule(**gates, **row, options=options), given, weights)
+    wide = {name: each.float() for name, each in given.items()}
+    wanted = _with_gradients(lambda **row: _rule_as_written(**gates, **row), wide, weights.float())
+    return {name: float((found[name].float() - value).norm() / value.norm()) for name, value in wanted.items()}
 
 
 def _is_ours(module: nn.Module) -> bool:
@@ -68,10 +86,9 @@ def _generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _random_row(net: Any) -> dict[str, Tensor]:
-    """What the rule is given, [1, T, ...], in the model's dtype; gates before their activations."""
-    like = net.conv1d.weight
-    keys, values = (net.num_k_heads, net.head_k_dim), (net.num_v_heads, net.head_v_dim)
+def _random_row(heads: Heads, like: Tensor) -> dict[str, Tensor]:
+    """What the rule is given, [1, T, ...], in the dtype of `like`; gates before their activations."""
+    keys, values = (heads.keys, heads.key_dim), (heads.values, heads.value_dim)
     shapes = {"query": keys, "key": keys, "value": values, "decay": values[:1], "beta": values[:1]}
     draw = _generator(0)
     return {name: torch.randn(1, sum(_LENGTHS), *shape, generator=draw).to(like) for name, shape in shapes.items()}

@@ -126,7 +126,8 @@ def _train(desk: Desk, prepare: Prepare, build: Build, packed: bool) -> Path:
     if getattr(model, "livery_lean", None) is not None:
         from training.phases import lean_trainer  # it needs triton, as the layers do
 
-        lean_trainer.adapt(trainer, fast_paths.graphs(desk, model, count))
+        if not lean_trainer.adapt(trainer, fast_paths.graphs(desk, model, count)):
+            fast_paths.split_for_launches(desk, model, trainer)
         trainer.add_callback(
             lean_trainer.HandoverWatch(
                 lambda reason: fast_paths.take_slowly(desk, reason), lambda reason: desk.notice("slow path", reason)

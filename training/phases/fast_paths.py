@@ -32,20 +32,29 @@ def require(desk: Desk, model: Any) -> None:
     _require_right_rule(desk, model)
 
 
-def split(desk: Desk, model: Any) -> Phase:
+def split(desk: Desk, model: Any, *, graphs: bool = True) -> Phase:
     """The phase with the micro-batches that this card takes best; its steps stay the same, since the loss is divided by a whole step's tokens."""
     recipe, phase = desk.assignment.recipe, desk.phase
     if recipe.box.device != "cuda" or not _is_counted(model):
         return phase
     shape = shape_in(desk.home.model, recipe.model)
-    split = regrouped(recipe, phase, shape, _card_gb(model) * USABLE, desk.crew.size)
-    if split.batch_size != phase.batch_size:
+    found = regrouped(recipe, phase, shape, _card_gb(model) * USABLE, desk.crew.size, graphs=graphs)
+    if found.batch_size != phase.batch_size or not graphs:
         desk.notice(
             "micro-batch",
-            f"{split.batch_size} rows at once, {split.accumulation} a step (the recipe: {phase.batch_size} and {phase.accumulation}); the step is the same",
+            f"{found.batch_size} rows at once, {found.accumulation} a step (the recipe: {phase.batch_size} and {phase.accumulation}); the step is the same",
             routine=True,
         )
-    return split
+    return found
+
+
+def split_for_launches(desk: Desk, model: Any, trainer: Any) -> None:
+    """Have a newly built trainer take the micro-batches that are best launched kernel by kernel: its data has turned out not to be for graphs."""
+    found, arguments = split(desk, model, graphs=False), trainer.args
+    arguments.per_device_train_batch_size = found.batch_size
+    arguments.gradient_accumulation_steps = found.accumulation // desk.crew.size
+    trainer._train_batch_size = arguments.train_batch_size
+    _recompute(desk, model, found)
 
 
 def set_recompute(desk: Desk, model: Any, split: Phase) -> None:
@@ -56,11 +65,7 @@ def set_recompute(desk: Desk, model: Any, split: Phase) -> None:
     if found.left:
         reasons: dict[str, int] = Counter(found.left.values())
         desk.notice("left stock", "; ".join(f"{count} modules: {reason}" for reason, count in reasons.items()))
-    from training import lean
-
-    policy, why = _policy(desk, model, split)
-    lean.set_recompute(model, policy)
-    desk.notice("recompute", f"{policy}: {why}", routine=True)
+    _recompute(desk, model, split)
 
 
 def graphs(desk: Desk, model: Any, count: TokenCount) -> Any:
@@ -152,6 +157,14 @@ def _is_counted(model: Any) -> bool:
     """Whether the memory plan's arithmetic is of what runs here: our layers around our experts."""
     chosen = experts.choice(model)
     return is_whole(model) and chosen is not None and chosen.plan is not None
+
+
+def _recompute(desk: Desk, model: Any, split: Phase) -> None:
+    from training import lean
+
+    policy, why = _policy(desk, model, split)
+    lean.set_recompute(model, policy)
+    desk.notice("recompute", f"{policy}: {why}", routine=True)
 
 
 def _policy(desk: Desk, model: Any, split: Phase) -> tuple[Recompute, str]:

@@ -47,17 +47,19 @@ class Graphs:
     """Of a graph that could not be captured, or not used any longer; `tell`, if not given."""
 
 
-def adapt(trainer: Any, graphs: Graphs | None = None) -> None:
-    """Give this trainer, newly built by TRL, our head and, for SFT and CPT, our loss. ValueError if TRL asks the head for what it does not give."""
+def adapt(trainer: Any, graphs: Graphs | None = None) -> bool:
+    """Give this trainer, newly built by TRL, our head and, for SFT and CPT, our loss; False if it cannot have the graphs asked for. ValueError if TRL asks
+    the head for what it does not give."""
     supervised = isinstance(trainer, SFTTrainer)
     install_head(trainer.model.get_base_model(), labelled_only=not supervised)
     # An auxiliary loss reads the router's logits, which TRL's own loss collects.
     ours = _Supervised(trainer) if supervised and not trainer.aux_loss_enabled else None
     if graphs is None:
-        return
+        return True
     reason = "the loss is TRL's own" if ours is None else ours.run_graphs(graphs)
     if reason:
         graphs.tell(f"none, {reason}: micro-batches are launched kernel by kernel")
+    return not reason
 
 
 def install_head(base: Any, *, labelled_only: bool = False) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -157,37 +159,62 @@ def test_the_path_of_the_experts_fails_only_where_a_slow_one_is_not_allowed() ->
     assert probe.experts_path_check("host loop", True, "x", allowed=True).verdict == "pass"
 
 
-@pytest.fixture(scope="module")
-def plain_rule() -> Any:
-    from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import torch_chunk_gated_delta_rule
+@pytest.fixture
+def our_rule() -> Callable[..., Any]:
+    """As our layers call it; on a CPU that is transformers' own in plain torch, document by document."""
+    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 
-    return torch_chunk_gated_delta_rule
+    from training import packing
+    from training.lean import delta_net
+
+    packing.install()
+    return functools.partial(delta_net.delta_rule, modeling_qwen3_5_moe)
 
 
 @pytest.mark.train
-def test_the_gated_delta_rule_is_held_against_the_plain_one_in_output_and_all_gradients(plain_rule: Any) -> None:
-    assert probe.gated_delta_check(plain_rule, "cpu").verdict == "pass"
+def test_the_gated_delta_rule_is_held_against_the_rule_as_written_in_output_and_all_gradients(our_rule: Any) -> None:
+    good = probe.gated_delta_check(our_rule, TINY, "cpu")
+    assert good.verdict == "pass" and good.actual.endswith("relative error")
 
-    def scaled(*tensors: Any, **options: Any) -> Any:
-        return plain_rule(*tensors, **options)[0] * 1.05, None
+    def scaled(**row: Any) -> Any:
+        return our_rule(**row) * 1.05
 
-    def deaf_to_decay(*tensors: Any, **options: Any) -> Any:
-        options["g"] = options["g"].detach() + 0 * options["g"]
-        return plain_rule(*tensors, **options)
+    def deaf_to_decay(**row: Any) -> Any:
+        row["decay"] = row["decay"].detach() + 0 * row["decay"]
+        return our_rule(**row)
 
-    for broken in (scaled, deaf_to_decay):
-        check = probe.gated_delta_check(broken, "cpu")
-        assert (check.verdict, check.blame) == ("fail", "us") and "relative error" in check.actual
+    def across_borders(**row: Any) -> Any:
+        return our_rule(**{**row, "options": {}})
+
+    def nothing(**row: Any) -> Any:
+        return our_rule(**row) * float("nan")
+
+    for broken, part in ((scaled, "output"), (deaf_to_decay, "decay"), (across_borders, "output"), (nothing, "query")):
+        check = probe.gated_delta_check(broken, TINY, "cpu")
+        assert (check.verdict, check.blame) == ("fail", "us") and "relative error, off in" in check.actual
+        assert part in check.actual, check.actual
+
+
+@pytest.mark.train
+def test_a_kernel_that_stands_in_for_transformers_own_rule_is_not_held_against_itself(
+    our_rule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers' plain function is the library's kernel wherever the library is installed: on an H200 the two agreed because they were one."""
+    from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe as modeling
+
+    right = modeling.torch_chunk_gated_delta_rule
+    monkeypatch.setattr(modeling, "torch_chunk_gated_delta_rule", lambda *a, **k: (right(*a, **k)[0] * 1.05, None))
+    assert probe.gated_delta_check(our_rule, TINY, "cpu").verdict == "fail"
 
 
 @pytest.mark.train
 def test_the_library_that_refuses_hopper_with_an_old_triton_is_named_with_the_version_that_mends_it() -> None:
-    def refuses(*tensors: Any, **options: Any) -> Any:
+    def refuses(**row: Any) -> Any:
         raise RuntimeError(
             "Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs produces incorrect results for gated chunk_bwd_dqkwg (see #640). Please upgrade"
         )
 
-    check = probe.gated_delta_check(refuses, "cpu")
+    check = probe.gated_delta_check(refuses, TINY, "cpu")
     assert check.verdict == "fail" and "3.7.1 or later" in check.remedy and "#640" in check.actual
 
 
@@ -214,9 +241,12 @@ def test_the_rules_kernels_are_not_tuned_at_length_for_a_check_and_are_afterward
 
     tuner = object.__new__(Autotuner)
     tuner.configs, tuner.early_config_prune, tuner.perf_model = list(range(30)), None, None
+    tuner.cache = {}
     with probe.few_configurations():
         assert tuner.prune_configs({}) == [0, 1]
+        tuner.cache["sizes"] = 1
     assert len(tuner.prune_configs({})) == 30
+    assert not tuner.cache, "the better of two is not the best, and may not even fit"
 
 
 @pytest.mark.train  # imports triton

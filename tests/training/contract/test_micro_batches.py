@@ -33,8 +33,11 @@ def test_the_shipped_recipes_rows_go_together_as_far_as_nothing_is_recomputed() 
 
 
 def test_what_is_launched_kernel_by_kernel_goes_together_as_far_as_it_fits() -> None:
-    wanted = recipe(batch_size=2, accumulation=8, max_length=2048).model_copy(update={"cuda_graphs": "off"})
-    assert rows(regrouped(wanted, wanted.phases[0], QWEN36_35B, H200_GB)) == (8, 2)
+    wanted = recipe(batch_size=2, accumulation=8, max_length=2048)
+    off = wanted.model_copy(update={"cuda_graphs": "off"})
+    assert rows(regrouped(off, off.phases[0], QWEN36_35B, H200_GB)) == (8, 2)
+    assert rows(regrouped(wanted, wanted.phases[0], QWEN36_35B, H200_GB, graphs=False)) == (8, 2)
+    assert rows(regrouped(wanted, wanted.phases[0], QWEN36_35B, H200_GB, gpus=2)) == (8, 2)
     assert ENOUGH_TOKENS == 8 * 2048
 
 

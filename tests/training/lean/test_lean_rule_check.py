@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from tests.training.lean.conftest import adapted
 from training import lean, packing
@@ -61,14 +63,23 @@ def test_a_state_that_crosses_a_border_is_found(model: Any, monkeypatch: pytest.
         lean.check_rule(model)
 
 
-def test_a_kernel_that_refuses_the_card_is_told_as_such(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("refusal", "said"),
+    [
+        (lambda: RuntimeError("Triton >= 3.4.0 and < 3.7.1 on Hopper gives incorrect results"), r"Triton >= 3\.4\.0"),
+        (lambda: OutOfResources(361228, 232448, "shared memory"), "out of resource: shared memory, Required: 361228"),
+    ],
+)
+def test_a_kernel_that_refuses_the_card_is_told_as_such(
+    model: Any, monkeypatch: pytest.MonkeyPatch, refusal: Callable[[], Exception], said: str
+) -> None:
     """flash-linear-attention does so on Hopper with Triton 3.4 to 3.7.0."""
 
     def refuse(*_: Any, **__: Any) -> Tensor:
-        raise RuntimeError("Triton >= 3.4.0 and < 3.7.1 on Hopper GPUs produces incorrect results")
+        raise refusal()
 
     monkeypatch.setattr(delta_net, "delta_rule", refuse)
-    with pytest.raises(ModelError, match=r"refuses this card: Triton >= 3\.4\.0"):
+    with pytest.raises(ModelError, match=f"refuses this card: {said}"):
         lean.check_rule(model)
 
 
