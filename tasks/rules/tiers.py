@@ -21,7 +21,7 @@ class TierFacts:
     """Training tokens a second of an unquantised base that a plan may count on before anything was measured for a 35B-A3B; see
     `tasks/rules/pricing.py`. Of other code on rtxpro6000 and h200, elsewhere scaled by peak rates."""
     packed_tokens_s: float
-    """The same for CPT and SFT. On h200 four fifths of what ours was measured at (training/RESULTS.md), h100 and b200 from it; ours has not run on the
+    """The same for CPT and SFT. On h200 three quarters of what ours was measured at (training/RESULTS.md), h100 and b200 from it; ours has not run on the
     other tiers."""
     cpu_arch: str = "amd64"
 
