@@ -62,9 +62,13 @@ def facts(plan: Plan) -> list[str]:
 
 def _split(fit: MemoryPlan) -> list[str]:
     """How the card takes a step: the rows at once, and what it computes again rather than keeps."""
-    at_once = _by_phase({p: f"{rows} rows at once, {times} a step" for p, (rows, times) in fit.micro_batches.items()})
+    at_once = _by_phase({p: _rows(rows, times) for p, (rows, times) in fit.micro_batches.items()})
     said = [f"micro-batches: {at_once}; the step stays the recipe's"] if at_once else []
     return [*said, f"recompute: {_by_phase(fit.recompute)}"]
+
+
+def _rows(rows: int, times: int) -> str:
+    return f"{rows} row{'s' if rows > 1 else ''} at once, {times} a step"
 
 
 def _by_phase(told: Mapping[str, str]) -> str:

@@ -405,6 +405,7 @@ def measure_step(options: argparse.Namespace) -> dict[str, Any]:
 
     from training.step_benchmark import Setting as StepSetting
     from training.step_benchmark import measure
+    from training.step_setting import SettingError, require
 
     if not options.tiny and not torch.cuda.is_available():
         raise CannotMeasure("no CUDA card here; real shapes need one, `--tiny` shows that the benchmark itself works")
@@ -426,6 +427,10 @@ def measure_step(options: argparse.Namespace) -> dict[str, Any]:
         check=not options.no_check,
         profile=not options.no_profile,
     )
+    try:
+        require(setting)
+    except SettingError as error:
+        raise CannotMeasure(str(error)) from None
 
     # Before ours, which fills the card.
     peer = _peer(options, setting) if options.peer else None
@@ -516,9 +521,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--micro", type=_positive, nargs="+", metavar="TOKENS", help="of a micro-batch: what others do, what is best"
     )
     whole.add_argument(
-        "--only", nargs="+", metavar="WAY", help="ways by name: stock seed experts ours ours-packed portable"
+        "--only",
+        nargs="+",
+        metavar="WAY",
+        help="ways by name: stock seed experts ours ours-packed portable, and on a card ours+graph ours-packed+graph",
     )
-    whole.add_argument("--optimizer", choices=("adamw", "adamw_8bit"), default="adamw", help="of our ways; adamw")
+    whole.add_argument(
+        "--optimizer", choices=("adamw", "adamw_8bit"), default="adamw", help="of our ways, on a card; adamw"
+    )
     whole.add_argument("--recompute", choices=("auto", *POLICIES), default="auto")
     whole.add_argument("--peak-gb", type=float, default=125.0, help="what `--recompute auto` may take; 125")
     whole.add_argument("--trainer", action="store_true", help="ours under TRL's SFTTrainer, too")

@@ -11,6 +11,10 @@ ROW_TOKENS = 2048
 Layer = Literal["peft", "grouped", "ours", "portable"]
 
 
+class SettingError(ValueError):
+    """What was asked for is no measurement; says what was seen and what is wanted."""
+
+
 @dataclass(frozen=True)
 class Setting:
     """What is measured."""
@@ -82,6 +86,20 @@ def ways(setting: Setting) -> list[Way]:
         every = [way for way in plain if not way.graph]
     once = [way for way in dict.fromkeys(every) if way.name != "trainer" or setting.trainer]
     return [way for way in once if not setting.ways or way.name in (*setting.ways, "trainer")]
+
+
+def require(setting: Setting) -> None:
+    """SettingError if a step of so many tokens is not whole micro-batches of whole rows, whose rate would be told of tokens that were not there; if no way
+    has one of the names; or if there is no optimizer of ours to measure."""
+    row, known = setting.row, sorted({way.name for way in ways(replace(setting, ways=()))})
+    if odd := [each for each in setting.micro if each % row or setting.tokens % each]:
+        raise SettingError(
+            f"--micro: seen {odd[0]}, with rows of {row} and --tokens {setting.tokens}; want a multiple of the one and a part of the other"
+        )
+    if strange := [name for name in setting.ways if name not in known]:
+        raise SettingError(f"--only: seen {', '.join(strange)}; want some of {', '.join(known)}")
+    if setting.device == "cpu" and setting.optimizer != "adamw":
+        raise SettingError(f"--optimizer: seen {setting.optimizer}, which steps on a card; want adamw with --tiny")
 
 
 def adapters_of(setting: Setting) -> Adapters:

@@ -76,7 +76,8 @@ def require_fit(recipe: Recipe, shape: ModelShape | None = None) -> MemoryPlan:
     plan = memory_plan(recipe, shape)
     if plan.fits:
         return plan
-    would = suggest(recipe, shape, {tier: usable_gb(tier) for tier in TIERS if tier in (recipe.box.tier, *_LARGER)})
+    tiers: dict[str, float] = {tier: usable_gb(tier) for tier in TIERS if tier in (recipe.box.tier, *_LARGER)}
+    would = suggest(recipe, shape, tiers, plan_regrouped)
     raise UserError(
         f"box.tier: {recipe.box.tier} has {plan.available_gb:.1f} GB for use, phase {plan.phase} needs {plan.needed_gb:.1f} GB{_guess(plan)}: "
         f"{parts_sentence(plan)}; "

@@ -96,14 +96,22 @@ def test_an_offer_too_slow_for_the_prefetch_budget_falls_though_it_keeps_the_rec
 def test_a_run_that_was_measured_here_is_planned_by_what_it_took(market: VastMarket, store: Store) -> None:
     predicted = plan_run(recipe(), market, store, now=NOW)
     assert predicted.hours_from == "predicted" and "sft: 32.8 s a step, predicted" in plan_table(predicted)
-    assert "micro-batches: 4 rows at once, 4 a step in sft; the step stays the recipe's" in plan_table(predicted)
-    assert "recompute: full in sft" in plan_table(predicted)
+    assert "micro-batches" not in plan_table(predicted) and "recompute: experts_kept in sft" in plan_table(predicted)
     remember_pace(store, recipe(), "sft", steps=100, step_s=57.0, machine_id=35101, gpu_name="RTX", now=NOW)
     plan = plan_run(recipe(), market, store, now=NOW)
     assert plan.hours_from == "measured" and plan.hours > predicted.hours
     assert "sft: 57 s a step, measured here: 2027-01-03, 100 steps of run tools-35b on machine 35101" in plan_table(
         plan
     )
+
+
+def test_a_plan_says_how_the_card_splits_a_step_and_what_it_recomputes(market: VastMarket, store: Store) -> None:
+    said = plan_table(plan_run(recipe(adapters={"rank": 16}), market, store, now=NOW))
+    assert "micro-batches: 4 rows at once, 4 a step in sft; the step stays the recipe's" in said
+    assert "recompute: mixer in sft" in said
+    long = {"kind": "sft", "data": "bucket:x", "steps": 1, "learning_rate": 1e-4, "max_length": 8192}
+    said = plan_table(plan_run(recipe(phases=[long | {"batch_size": 2, "accumulation": 1}]), market, store, now=NOW))
+    assert "micro-batches: 1 row at once, 2 a step in sft" in said
 
 
 def test_a_plan_longer_than_its_hours_says_so_before_anything_is_rented(market: VastMarket, store: Store) -> None:

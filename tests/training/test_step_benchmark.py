@@ -9,7 +9,7 @@ import torch
 
 from tests.training.tiny_step import tiny
 from training import lean
-from training.step_benchmark import Bench, Way, _agreement, lines, measure, ways
+from training.step_benchmark import Bench, Way, _agreement, _ratios, lines, measure, ways
 
 pytestmark = pytest.mark.train
 
@@ -83,6 +83,39 @@ def test_without_a_card_the_real_step_is_refused(capsys: pytest.CaptureFixture[s
         pytest.skip("there is a card here")
     assert main(["step"]) == 2
     assert "no CUDA card here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (
+            "--micro 24 48 --tokens 100",
+            "--micro: seen 24, with rows of 24 and --tokens 100; want a multiple of the one",
+        ),
+        ("--micro 24 40 --tokens 240", "--micro: seen 40, with rows of 24"),
+        ("--only ours fastest", "--only: seen fastest; want some of experts, ours, ours-packed, portable, seed, stock"),
+        ("--optimizer adamw_8bit", "--optimizer: seen adamw_8bit, which steps on a card; want adamw with --tiny"),
+    ],
+)
+def test_what_would_be_told_of_another_step_is_refused(
+    words: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rate of tokens that were not there, no way at all, an optimizer that did not step."""
+    from training.benchmark import main
+
+    assert main(["step", "--tiny", *words.split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_another_optimizer_is_another_step_and_gets_no_ratio() -> None:
+    found = {
+        "ours 48": {"tokens_per_s": 4.0},
+        "seed 24": {"tokens_per_s": 2.0},
+        "ours-packed 48": {"tokens_per_s": 2.0},
+    }
+    packed = {"seconds packed against unpacked, ours 48": 2.0}
+    assert _ratios(found, tiny()) == {"best of ours against the seed": 2.0, **packed}
+    assert _ratios(found, tiny(optimizer="adamw_8bit")) == packed
 
 
 def test_the_fast_ways_are_timed_after_a_whole_step_and_the_slow_ones_after_a_micro_batch() -> None:

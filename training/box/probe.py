@@ -27,9 +27,12 @@ from typing import Any, Literal
 
 from training.box import preflight
 from training.contract import layout
+from training.contract.cards import CARDS
 from training.contract.checks import Check, CheckReport
 from training.contract.families import FAMILIES
 from training.contract.flops import predicted_tokens_s
+from training.contract.memory import USABLE
+from training.contract.micro_batches import regrouped
 from training.contract.recipe import Assignment, Recipe
 from training.contract.shapes import QWEN36_35B, ModelShape, shape_in, shape_of
 
@@ -283,15 +286,21 @@ def _experts_path(recipe: Recipe, shape: ModelShape, facts: dict[str, str], devi
 
     from kernels import dispatch
 
-    phase = recipe.phases[0]
     sizes = (shape.hidden, shape.intermediate, shape.experts, shape.experts_per_token, recipe.adapters.rank)
-    tokens = min(phase.batch_size * phase.max_length, _MOST_TOKENS)
+    tokens = min(micro_batch_tokens(recipe, shape), _MOST_TOKENS)
     choice = dispatch.choose(dispatch.Shapes(*sizes, tokens), torch.device(device))
     taken = next((trial for trial in choice.trials if trial.path == choice.path), None)
     facts["experts_path"] = choice.path
     if taken is not None and taken.milliseconds is not None:
         facts.update(experts_layer_ms=f"{taken.milliseconds:.3f}", experts_tokens=str(tokens))
     return experts_path_check(choice.path, choice.slow, choice.reason, allowed="slow_experts" in recipe.allow)
+
+
+def micro_batch_tokens(recipe: Recipe, shape: ModelShape) -> int:
+    """Of the first phase, as its plan splits a step: few rows at once take the experts longer a token than they will in training."""
+    available_gb = CARDS[recipe.box.tier].memory_gb * USABLE
+    phase = regrouped(recipe, recipe.phases[0], shape, available_gb, recipe.box.gpus)
+    return phase.batch_size * phase.max_length
 
 
 def experts_path_check(path: str, slow: bool, reason: str, *, allowed: bool) -> Check:

@@ -44,8 +44,8 @@ def token_flops(shape: ModelShape, adapters: Adapters, length: float) -> TokenFl
 
 
 # Everything outside the routed experts: norms, gates, convolutions and casts are bound by memory, so it takes several times what its arithmetic would at
-# the card's matrix rate. On an H200 of 742 TFLOP/s lean layers that compute all but the experts again took 0.582 s of 16,384 tokens; with nothing
-# computed again they reach 0.41 (training/RESULTS.md).
+# the card's matrix rate. On an H200 of 742 TFLOP/s lean layers that compute all but the experts again took 0.582 s of 16,384 tokens. By training/RESULTS.md,
+# 767 and 0.593, it is 0.32, and 0.42 with nothing computed again.
 LEAN_SHARE = 0.336
 # As transformers and PEFT have it, with whole layers computed again: 1.57 s, and their forward once more is a third of forward and backward together.
 STOCK_SHARE, RECOMPUTED = 0.156, 4 / 3

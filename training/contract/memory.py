@@ -3,7 +3,7 @@
 Where the numbers that are not counts come from: 8-bit AdamW state of 2.03 bytes a parameter was measured with torchao on LoRA-shaped tensors.
 What a layer keeps and what it works with were fitted to full-depth steps of Qwen3.6-35B-A3B on an H200 with lean modules, in GB above the static parts
 at 4,096 / 8,192 / 16,384 tokens a micro-batch: full 1.7 / - / 5.5, experts_kept 5.3 / - / 18.8, mixer - / - / 27.2, none 18.3 / 35.6 / -. As CUDA
-graphs they took as much of the card, 19.4 / 36.1 / 21.1, with the allocator of `training.allocator`; without it up to 13 more.
+graphs they took as much of the card, 19.4 / 36.1 / 21.1, with the allocator of `training.allocator`; without it up to 10 more.
 Grouped products, where a card takes no kernels of ours, work with more and make no copies of the adapters: 3.2 and 9.8 GB with whole layers recomputed.
 The prefill of a generation is counted from `kernels.moe_lora`, and on the CPU from `training.experts`, not measured.
 """
@@ -67,12 +67,14 @@ class MemoryPlan(Frozen):
 
 def plan_memory(recipe: Recipe, shape: ModelShape, available_gb: float) -> MemoryPlan:
     """The hungriest phase of `recipe` against the `available_gb` of its card, with the recompute policies that it has room for."""
-    phase = max(recipe.phases, key=lambda each: _peak(moments(recipe, each, shape)))
     policies = {each.name: recompute_for(recipe, each, shape, available_gb) for each in recipe.phases}
-    parts = max(moments(recipe, phase, shape, policies[phase.name]), key=lambda found: sum(found.values()))
-    needed = sum(parts.values())
+    hungriest = {
+        each.name: max(moments(recipe, each, shape, policies[each.name]), key=_total) for each in recipe.phases
+    }
+    phase, parts = max(hungriest.items(), key=lambda found: _total(found[1]))
+    needed = _total(parts)
     return MemoryPlan(
-        phase=phase.name,
+        phase=phase,
         needed_gb=round(needed, 2),
         available_gb=round(available_gb, 2),
         fits=needed <= available_gb,
@@ -83,11 +85,14 @@ def plan_memory(recipe: Recipe, shape: ModelShape, available_gb: float) -> Memor
 
 
 def recompute_for(recipe: Recipe, phase: Phase, shape: ModelShape, available_gb: float) -> Recompute:
-    """The recipe's word; where that is `auto`, the fastest policy whose training fits `available_gb` with a margin, at worst `full`. On the CPU `none`."""
+    """The recipe's word; where that is `auto`, the fastest policy whose training fits `available_gb` with a margin, at worst `full`. On the CPU `none`, and
+    `full` for what is not `is_measured`."""
     if recipe.recompute != "auto":
         return recipe.recompute
     if recipe.box.device != "cuda":
         return "none"
+    if not is_measured(recipe):
+        return "full"
     for policy in POLICIES[:-1]:
         parts = next(moments(recipe, phase, shape, policy))
         if has_room(parts, available_gb):
@@ -95,9 +100,14 @@ def recompute_for(recipe: Recipe, phase: Phase, shape: ModelShape, available_gb:
     return "full"
 
 
+def is_measured(recipe: Recipe) -> bool:
+    """Whether what a card keeps of a layer was measured: of our kernels alone, which compute routed experts with adapters, in bf16."""
+    return recipe.model.dtype == "bfloat16" and "routed_experts" in recipe.adapters.groups
+
+
 def has_room(parts: Mapping[str, float], available_gb: float) -> bool:
     """Whether a backward pass of these parts fits with the margin that anything faster than need be must leave."""
-    return sum(parts.values()) + _MARGIN * parts["activations"] <= available_gb
+    return _total(parts) + _MARGIN * parts["activations"] <= available_gb
 
 
 def moments(
@@ -129,19 +139,27 @@ def adapter_parameters(recipe: Recipe, shape: ModelShape) -> int:
     return sum(shape.lora_parameters(recipe.adapters).values())
 
 
-def suggest(recipe: Recipe, shape: ModelShape, tiers: Mapping[str, float]) -> str | None:
-    """The first change that makes the recipe fit and what it would then take, or None: nothing that is tried does.
+Plan = Callable[[Recipe, ModelShape, float], MemoryPlan]
+
+
+def suggest(recipe: Recipe, shape: ModelShape, tiers: Mapping[str, float], plan: Plan) -> str | None:
+    """The first change that makes the recipe fit by `plan` and what it would then take, or None: nothing that is tried does.
 
     `tiers` are the GB for use of the recipe's own tier and of those that may be taken instead, by name.
     """
     here = tiers[recipe.box.tier]
-    for what, changed in _changes(recipe, shape, here):
-        plan = plan_memory(changed, shape, here)
-        if plan.fits:
-            return f"{what}: {plan.needed_gb:.1f} GB"
-    needed = plan_memory(recipe, shape, here).needed_gb
-    larger = sorted((gb, tier) for tier, gb in tiers.items() if gb >= needed)
-    return f"box.tier {larger[0][1]}: {needed:.1f} of its {larger[0][0]:.1f} GB" if larger else None
+    tight = {
+        each.name for each in recipe.phases if not plan(recipe.model_copy(update={"phases": (each,)}), shape, here).fits
+    }
+    for what, changed in _changes(recipe, tight):
+        planned = plan(changed, shape, here)
+        if planned.fits:
+            return f"{what}: {planned.needed_gb:.1f} GB"
+    for gb, tier in sorted((gb, tier) for tier, gb in tiers.items()):
+        planned = plan(recipe, shape, gb)
+        if planned.fits:
+            return f"box.tier {tier}: {planned.needed_gb:.1f} of its {gb:.1f} GB"
+    return None
 
 
 def _backward(recipe: Recipe, phase: Phase, shape: ModelShape, policy: Recompute) -> dict[str, float]:
@@ -199,19 +217,21 @@ def _mixer_widths(shape: ModelShape) -> int:
     return max(attention, linear) + shape.hidden
 
 
-def _peak(found: Iterator[dict[str, float]]) -> float:
-    return max(sum(parts.values()) for parts in found)
+def _total(parts: Mapping[str, float]) -> float:
+    return sum(parts.values())
 
 
-def _changes(recipe: Recipe, shape: ModelShape, available_gb: float) -> Iterator[tuple[str, Recipe]]:
-    """One change at a time, the least harmful first. Phases that fit are left as they are."""
+def _changes(recipe: Recipe, tight: set[str]) -> Iterator[tuple[str, Recipe]]:
+    """One change at a time, the least harmful first: the first two change no step. Phases that are not `tight` are left as they are."""
+    for field in ("recompute", "micro_batches"):
+        if getattr(recipe, field) != "auto":
+            yield f"{field}: auto", recipe.model_copy(update={field: "auto"})
     if recipe.optimizer != "adamw_8bit":
         yield "optimizer: adamw_8bit", recipe.model_copy(update={"optimizer": "adamw_8bit"})
-    tight = {phase.name for phase in recipe.phases if _peak(moments(recipe, phase, shape)) > available_gb}
     for change in (_half_batch, _half_generation, _half_length):
         phases, words = _changed(recipe, tight, change)
         if words:
-            yield f"{words} in {', '.join(sorted(tight))}", recipe.model_copy(update={"phases": phases})
+            yield words, recipe.model_copy(update={"phases": phases})
     rank = recipe.adapters.rank
     while rank > 8:
         rank //= 2
@@ -226,12 +246,14 @@ Change = Callable[[Phase], tuple[str, dict[str, int]]]
 
 def _changed(recipe: Recipe, tight: set[str], change: Change) -> tuple[tuple[Phase, ...], str]:
     """The phases with the tight ones changed, and the change in words; no words if it leaves everything as it is."""
-    words, phases = "", []
+    names: dict[str, list[str]] = {}
+    phases = []
     for phase in recipe.phases:
         said, update = change(phase) if phase.name in tight else ("", {})
-        words = words or said
-        phases.append(phase.model_copy(update=update) if update else phase)
-    return tuple(phases), words
+        if said:
+            names.setdefault(said, []).append(phase.name)
+        phases.append(phase.model_copy(update=update) if said else phase)
+    return tuple(phases), "; ".join(f"{said} in {', '.join(sorted(those))}" for said, those in names.items())
 
 
 def _half_batch(phase: Phase) -> tuple[str, dict[str, int]]:
@@ -251,4 +273,5 @@ def _half_generation(phase: Phase) -> tuple[str, dict[str, int]]:
 
 
 def _half_length(phase: Phase) -> tuple[str, dict[str, int]]:
-    return f"max_length {phase.max_length // 2}", {"max_length": max(16, phase.max_length // 2)}
+    length = max(16, phase.max_length // 2)
+    return (f"max_length {length}", {"max_length": length}) if length < phase.max_length else ("", {})

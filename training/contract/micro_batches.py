@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from training.contract.memory import MemoryPlan, has_room, moments, plan_memory, recompute_for
+from training.contract.memory import MemoryPlan, has_room, is_measured, moments, plan_memory, recompute_for
 from training.contract.recipe import Phase, Recipe, Recompute
 from training.contract.shapes import ModelShape
 
 ENOUGH_TOKENS = 16_384
-"""More at once is hardly faster."""
+"""More at once is hardly faster, and launched kernel by kernel: it keeps the card busy for longer than the host."""
 # All weights are read forward and backward, which takes as long as so many tokens.
 _WEIGHTS_TOKENS = 860
-# Launching some 8,000 kernels one by one takes the host as long as the card takes for so many.
+# Launching a micro-batch kernel by kernel takes the host about as long as the card takes for so many, however few are in it.
 _HOST_TOKENS = 12_000
 _RECOMPUTING: dict[Recompute, float] = {"none": 1.0, "mixer": 1.19, "experts_kept": 1.22, "full": 1.35}
 
@@ -37,31 +37,42 @@ def plan_regrouped(recipe: Recipe, shape: ModelShape, available_gb: float) -> Me
 def regrouped(
     recipe: Recipe, phase: Phase, shape: ModelShape, available_gb: float, gpus: int = 1, *, graphs: bool = True
 ) -> Phase:
-    """The phase in the micro-batches that take a step the least time of those that fit, its rows a step unchanged. As the recipe has it where it says so, on
-    the CPU, for a base in 4 bits, where nothing fits, and where a loss is a mean over a micro-batch's rows: of preferences, of reinforcement, and the
-    router's auxiliary one. Without `graphs`, for micro-batches that are launched kernel by kernel whatever the recipe says."""
+    """The phase in the micro-batches that take a step the least time of those that fit, its rows a step unchanged: of up to ENOUGH_TOKENS, or of no more rows
+    than the recipe's. One row at a time where none leaves a margin and the recipe's does not fit without one.
+
+    As the recipe has it where it says so, on the CPU, for a base in 4 bits and for what was not measured, and where a loss is a mean over a micro-batch's
+    rows: of preferences, of reinforcement, and the router's auxiliary one. Without `graphs`, for micro-batches that are launched kernel by kernel
+    whatever the recipe says."""
     if recipe.micro_batches == "recipe" or recipe.box.device != "cuda" or recipe.model.quantisation != "none":
         return phase
-    if phase.kind not in ("cpt", "sft") or phase.router_aux_loss > 0:
+    if phase.kind not in ("cpt", "sft") or phase.router_aux_loss > 0 or not is_measured(recipe):
         return phase
     graph = graphs and gpus == 1 and recipe.cuda_graphs != "off"
-    best: Phase = phase
+    best: Phase | None = None
     least = float("inf")
     for split in _splits(phase, gpus):
         tokens = split.batch_size * split.max_length
+        if tokens > ENOUGH_TOKENS and split.batch_size > phase.batch_size:
+            continue
         policy = recompute_for(recipe, split, shape, available_gb)
-        if tokens > ENOUGH_TOKENS or not has_room(next(moments(recipe, split, shape, policy)), available_gb):
+        if not has_room(next(moments(recipe, split, shape, policy)), available_gb):
             continue
         costs = cost(tokens, policy, graph=graph)
         if costs < least:
             best, least = split, costs
-    return best
+    return best or _barely(recipe, phase, shape, available_gb, gpus)
 
 
 def cost(tokens: int, policy: Recompute, *, graph: bool) -> float:
     """Of a token in a micro-batch of so many, in what a token costs the card for itself with nothing recomputed."""
     card = (tokens + _WEIGHTS_TOKENS) * _RECOMPUTING[policy]
     return (card if graph else max(card, _HOST_TOKENS)) / tokens
+
+
+def _barely(recipe: Recipe, phase: Phase, shape: ModelShape, available_gb: float, gpus: int) -> Phase:
+    policy = recompute_for(recipe, phase, shape, available_gb)
+    fits = sum(next(moments(recipe, phase, shape, policy)).values()) <= available_gb
+    return phase if fits else next(_splits(phase, gpus))
 
 
 def _splits(phase: Phase, gpus: int) -> Iterator[Phase]:

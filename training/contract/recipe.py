@@ -290,10 +290,12 @@ class Recipe(Frozen):
     """State of 2.03 bytes a parameter, or of 8 in fp32. With fp32 state a rank-32 adapter of all experts does not fit 96 GB beside the 35B."""
     recompute: Literal["auto", "none", "mixer", "experts_kept", "full"] = "auto"
     """What of each layer is computed again in the backward pass rather than kept: `none`, the token `mixer`, all with the routed `experts_kept`, or the
-    `full` layer. Each is slower than the one before and takes less memory; `auto` is the fastest that fits the card, which the plan prints."""
+    `full` layer. Each is slower than the one before and takes less memory; `auto` is the fastest that fits the card, which the plan prints, and on a card
+    always `full` in float32 or without adapters on the routed experts."""
     micro_batches: Literal["auto", "recipe"] = "auto"
     """How many rows of a step go through the model at once, in CPT and SFT on a card. `auto`: as many as take the least time of those that fit; the step
-    is the same. `recipe`: each phase's own batch_size and accumulation. Other phases always take those."""
+    is the same. `recipe`: each phase's own batch_size and accumulation. Always those in other phases, with a router_aux_loss, over a 4-bit base, in float32
+    and without adapters on the routed experts."""
     cuda_graphs: Literal["auto", "off"] = "auto"
     """Run each packed micro-batch of CPT and SFT as one CUDA graph, on a card that holds the base unquantised; a notice says that it does, or what keeps
     it from it."""

@@ -13,7 +13,7 @@ import torch
 
 from training import experts, packing
 from training.contract.families import FAMILIES
-from training.contract.memory import USABLE, recompute_for
+from training.contract.memory import USABLE, has_room, moments, recompute_for
 from training.contract.micro_batches import ENOUGH_TOKENS, regrouped
 from training.contract.recipe import Phase, Recipe, Recompute
 from training.contract.shapes import shape_in
@@ -35,14 +35,17 @@ def require(desk: Desk, model: Any) -> None:
 def split(desk: Desk, model: Any, *, graphs: bool = True) -> Phase:
     """The phase with the micro-batches that this card takes best; its steps stay the same, since the loss is divided by a whole step's tokens."""
     recipe, phase = desk.assignment.recipe, desk.phase
-    if recipe.box.device != "cuda" or not _is_counted(model):
+    if recipe.box.device != "cuda" or recipe.model.quantisation != "none":
         return phase
-    shape = shape_in(desk.home.model, recipe.model)
-    found = regrouped(recipe, phase, shape, _card_gb(model) * USABLE, desk.crew.size, graphs=graphs)
+    shape, available_gb = shape_in(desk.home.model, recipe.model), _card_gb(model) * USABLE
+    found = regrouped(recipe, phase, shape, available_gb, desk.crew.size, graphs=graphs)
+    # What keeps more than the plan counts takes the recipe's rows; where those cannot fit, as few as the plan has them.
+    if not _is_counted(model) and has_room(next(moments(recipe, phase, shape, "full")), available_gb):
+        return phase
     if found.batch_size != phase.batch_size or not graphs:
         desk.notice(
             "micro-batch",
-            f"{found.batch_size} rows at once, {found.accumulation} a step (the recipe: {phase.batch_size} and {phase.accumulation}); the step is the same",
+            f"{found.batch_size} row{'s' if found.batch_size > 1 else ''} at once, {found.accumulation} a step (the recipe: {phase.batch_size} and {phase.accumulation}); the step is the same",
             routine=True,
         )
     return found

@@ -235,6 +235,18 @@ def test_the_speed_is_predicted_only_of_what_was_measured() -> None:
     assert 20_000 < float(facts["predicted_tokens_s"]) < 24_000
 
 
+def test_the_experts_are_timed_on_as_many_tokens_as_the_plan_puts_through_at_once() -> None:
+    """Few rows of a recipe take the experts longer a token, and a box would be judged by a pace that nobody trains at."""
+    given = recipe("trl").model_dump(mode="json")
+    given["model"]["size_gb"] = 72
+    given["box"] = {"tier": "h200", "device": "cuda"}
+    given["phases"][0] |= {"batch_size": 1, "accumulation": 16, "max_length": 512}
+    assert probe.micro_batch_tokens(Recipe.model_validate(given), QWEN36_35B) == 16 * 512
+    given["micro_batches"] = "recipe"
+    assert probe.micro_batch_tokens(Recipe.model_validate(given), QWEN36_35B) == 512
+    assert probe.micro_batch_tokens(recipe("trl"), TINY) == 2 * 2048, "on a CPU the recipe's"
+
+
 @pytest.mark.train  # imports triton
 def test_the_rules_kernels_are_not_tuned_at_length_for_a_check_and_are_afterwards() -> None:
     from triton.runtime.autotuner import Autotuner

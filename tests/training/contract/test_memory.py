@@ -6,6 +6,7 @@ import pytest
 
 from tests.tasks.pretend import recipe
 from training.contract.memory import POLICIES, MemoryPlan, moments, plan_memory, recompute_for, suggest
+from training.contract.micro_batches import plan_regrouped
 from training.contract.recipe import Recipe, RecipeError, Recompute, parse_recipe
 from training.contract.shapes import QWEN3_235B, QWEN36_35B
 
@@ -35,7 +36,7 @@ def test_an_h200_holds_the_fp32_state_too() -> None:
 
 
 def test_fp32_state_is_answered_with_8_bit_state() -> None:
-    assert suggest(recipe(optimizer="adamw"), QWEN36_35B, TIERS) == "optimizer: adamw_8bit: 98.5 GB"
+    assert suggest(recipe(optimizer="adamw"), QWEN36_35B, TIERS, plan_memory) == "optimizer: adamw_8bit: 98.5 GB"
 
 
 @pytest.mark.parametrize(
@@ -45,33 +46,61 @@ def test_fp32_state_is_answered_with_8_bit_state() -> None:
         (phase(batch_size=1, max_length=24_576), "max_length 12288 in sft: 97.6 GB"),
         (
             phase(kind="grpo", batch_size=4, accumulation=16),
-            "accumulation 8 (completions generated together) in grpo: 96.6 GB",
+            "accumulation 8 (completions generated together) in grpo: 98.5 GB",
         ),
     ],
 )
 def test_the_least_harmful_change_that_fits_is_named(changes: dict[str, Any], wanted: str) -> None:
     tight = recipe(phases=[phase(), {**changes, "name": changes["kind"]}] if changes["kind"] != "sft" else [changes])
     assert not plan(tight).fits
-    assert suggest(tight, QWEN36_35B, TIERS) == wanted
+    assert suggest(tight, QWEN36_35B, TIERS, plan_memory) == wanted
 
 
 def test_what_a_suggestion_says_is_true() -> None:
     tight = recipe(phases=[phase(batch_size=16)])
     eased = recipe(phases=[phase(batch_size=8, accumulation=16)])
-    said = suggest(tight, QWEN36_35B, TIERS)
+    said = suggest(tight, QWEN36_35B, TIERS, plan_memory)
     assert said and said.endswith(f"{plan(eased).needed_gb:.1f} GB") and plan(eased).fits
+
+
+def test_what_changes_no_step_is_suggested_first() -> None:
+    """Rows at once and what is recomputed are nobody's loss to leave to the card."""
+    named = recipe(optimizer="adamw", recompute="none", phases=[phase(batch_size=4)])
+    assert suggest(named, QWEN36_35B, {**TIERS, "rtxpro6000": 112.0}, plan_memory) == "recompute: auto: 107.5 GB"
+    kept = recipe(micro_batches="recipe", phases=[phase(batch_size=16)])
+    assert suggest(kept, QWEN36_35B, TIERS, plan_regrouped) == "micro_batches: auto: 98.5 GB"
+
+
+def test_a_batch_that_is_split_anyway_is_not_halved_and_hides_no_change_that_fits() -> None:
+    """Sixteen rows at once do not fit in 8 bits either; one or two of them do."""
+    wanted = recipe(optimizer="adamw", phases=[phase(batch_size=16, accumulation=1)])
+    assert suggest(wanted, QWEN36_35B, TIERS, plan_regrouped) == "optimizer: adamw_8bit: 98.5 GB"
+    larger = recipe(adapters={"rank": 64, "alpha": 128}, phases=[phase(batch_size=16, accumulation=1)])
+    assert suggest(larger, QWEN36_35B, TIERS, plan_regrouped) == "adapters.rank 32: 98.5 GB"
+    preferences = recipe(phases=[phase(batch_size=16), phase(kind="dpo", batch_size=8)])
+    assert suggest(preferences, QWEN36_35B, TIERS, plan_regrouped) == (
+        "batch_size 4 with accumulation 16 in dpo: 99.0 GB"
+    )
+
+
+def test_each_phase_is_told_its_own_change() -> None:
+    tight = recipe(phases=[phase(kind="dpo", batch_size=8, accumulation=2), phase(kind="kto", batch_size=16)])
+    said = "batch_size 4 with accumulation 4 in dpo; batch_size 8 with accumulation 16 in kto: 99.0 GB"
+    assert suggest(tight, QWEN36_35B, TIERS, plan_memory) == said
+    least = recipe(phases=[phase(batch_size=1, max_length=16)])
+    assert suggest(least, QWEN36_35B, {"rtxpro6000": 90.0}, plan_memory) == "adapters.rank 16: 82.2 GB"
 
 
 def test_a_lower_rank_and_then_a_larger_tier_are_the_last_words() -> None:
     rank_64 = recipe(adapters={"rank": 64, "alpha": 128}, phases=[phase(batch_size=1, max_length=16)])
-    assert suggest(rank_64, QWEN36_35B, TIERS) == "adapters.rank 32: 93.6 GB"
+    assert suggest(rank_64, QWEN36_35B, TIERS, plan_memory) == "adapters.rank 32: 93.6 GB"
     whole = recipe(
         model={"source": "bucket:m", "family": "qwen3_moe", "size_gb": 470, "dtype": "bfloat16"},
         adapters={"groups": ["attention", "routed_experts"]},
         phases=[phase(batch_size=1)],
     )
-    assert suggest(whole, QWEN3_235B, TIERS) is None
-    assert suggest(whole, QWEN3_235B, {**TIERS, "eight": 1200.0}) is not None
+    assert suggest(whole, QWEN3_235B, TIERS, plan_memory) is None
+    assert suggest(whole, QWEN3_235B, {**TIERS, "eight": 1200.0}, plan_memory) is not None
 
 
 @pytest.mark.parametrize(
@@ -150,7 +179,25 @@ def test_generation_holds_caches_and_no_gradients() -> None:
 
 
 def test_the_hungriest_phase_decides_and_is_named() -> None:
-    assert plan(recipe(phases=[phase(), phase(kind="dpo")])).phase == "dpo"
+    both = [phase(), phase(kind="dpo")]
+    assert plan(recipe(recompute="full", phases=both)).phase == "dpo"
+    auto = plan(recipe(phases=both))
+    # Twice the rows recompute everything, and then take less than those that have room to keep the experts'.
+    assert auto.recompute == {"sft": "experts_kept", "dpo": "full"} and auto.phase == "sft"
+    assert auto.needed_gb == plan(recipe(phases=[phase()])).needed_gb > plan(recipe(phases=both[1:])).needed_gb
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"source": "bucket:m", "family": "qwen3_5_moe", "size_gb": 144, "dtype": "float32"}},
+        {"adapters": {"groups": ["attention", "shared_expert"]}},
+    ],
+)
+def test_what_our_kernels_do_not_take_recomputes_whole_layers(changes: dict[str, Any]) -> None:
+    """Float32, and routed experts without adapters: what such layers keep was not measured."""
+    assert plan(recipe(**changes), 1000.0).recompute == {"sft": "full"}
+    assert plan(recipe(recompute="mixer", **changes), 1000.0).recompute == {"sft": "mixer"}
 
 
 def test_fewer_groups_take_less() -> None:

@@ -84,6 +84,43 @@ def test_no_more_rows_than_the_card_has_memory_for() -> None:
     assert [batch for batch, _ in tight] == sorted(batch for batch, _ in tight)
 
 
+def test_rows_longer_than_a_graph_are_taken_apart_too() -> None:
+    """What more than 16,384 tokens at once never does is grow; the recipe's own rows are among those that are compared."""
+    wanted = recipe(batch_size=4, accumulation=1, max_length=40_000)
+    assert not plan_memory(wanted, QWEN36_35B, H200_GB).fits
+    plan = plan_regrouped(wanted, QWEN36_35B, H200_GB)
+    assert plan.fits and plan.micro_batches == {"sft": (1, 4)}
+    alone = recipe(batch_size=1, accumulation=8, max_length=20_000)
+    assert rows(regrouped(alone, alone.phases[0], QWEN36_35B, H200_GB)) == (1, 8)
+
+
+def test_a_prime_number_of_rows_stays_together_where_one_row_at_a_time_is_slower() -> None:
+    wanted = recipe(batch_size=17, accumulation=1, max_length=1024)
+    assert ENOUGH_TOKENS < 17 * 1024
+    assert regrouped(wanted, wanted.phases[0], QWEN36_35B, H200_GB) == wanted.phases[0]
+
+
+def test_where_none_leaves_a_margin_the_recipes_rows_go_if_they_fit_and_else_one_at_a_time() -> None:
+    wanted = recipe(batch_size=8, accumulation=2, max_length=2048)
+    one, four, eight = (
+        plan_memory(recipe(batch_size=rows, max_length=2048), QWEN36_35B, 1.0).needed_gb for rows in (1, 4, 8)
+    )
+    assert one < four < eight
+    assert plan_regrouped(wanted, QWEN36_35B, one + 0.03).micro_batches == {"sft": (1, 16)}
+    assert plan_regrouped(wanted, QWEN36_35B, one + 0.03).fits
+    assert plan_regrouped(wanted, QWEN36_35B, one - 1).needed_gb == one, "an error tells the least that would do"
+    least = recipe(batch_size=1, accumulation=16, max_length=2048)
+    assert regrouped(least, least.phases[0], QWEN36_35B, one + 0.03) is least.phases[0]
+
+
+def test_what_our_kernels_do_not_take_keeps_the_recipes() -> None:
+    wanted = recipe(batch_size=2, accumulation=8, max_length=2048)
+    adapters = wanted.adapters.model_copy(update={"groups": ("attention",)})
+    model = wanted.model.model_copy(update={"dtype": "float32"})
+    for odd in (wanted.model_copy(update={"adapters": adapters}), wanted.model_copy(update={"model": model})):
+        assert regrouped(odd, odd.phases[0], QWEN36_35B, 1000.0) is odd.phases[0]
+
+
 @pytest.mark.parametrize("kind", ["dpo", "kto", "grpo"])
 def test_a_loss_that_is_a_mean_over_the_micro_batch_keeps_the_recipes(kind: str) -> None:
     wanted = recipe(kind=kind)

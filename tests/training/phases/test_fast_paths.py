@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,11 @@ from torch import Tensor
 
 from tests.training.conftest import recipe_of
 from training import experts, lean, packing
-from training.contract.micro_batches import ENOUGH_TOKENS
+from training.contract.cards import CARDS
+from training.contract.memory import USABLE, moments
+from training.contract.micro_batches import ENOUGH_TOKENS, plan_regrouped
+from training.contract.recipe import Recipe, parse_recipe
+from training.contract.shapes import shape_of
 from training.errors import ModelError
 from training.lean import delta_net
 from training.model import attach, load_base
@@ -104,14 +110,22 @@ def test_on_a_card_the_rows_of_a_step_go_together_as_far_as_they_fit_and_the_pol
     assert fast_paths._policy(desk, model, split)[0] == 8, "the policy is for what runs"
 
 
-def test_a_model_that_the_plan_does_not_count_keeps_the_recipes_micro_batches(
+def test_a_model_that_the_plan_does_not_count_keeps_the_recipes_micro_batches_where_they_can_fit(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It keeps more than is counted. A plan that fits only because a step is split is kept all the same: the recipe's own would end the run."""
     model, desk = attached(tiny)
     desk.assignment.recipe = on_a_card(desk.assignment.recipe)
-    desk.phase = desk.phase.model_copy(update={"batch_size": 2, "accumulation": 8, "max_length": 2048})
     monkeypatch.setattr(experts, "choice", lambda _: SimpleNamespace(plan=None))
-    assert fast_paths.split(desk, model) is desk.phase and desk.notices == {}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=150e9))
+    desk.phase = desk.phase.model_copy(update={"batch_size": 2, "accumulation": 8, "max_length": 2048})
+    assert fast_paths.split(desk, model) is desk.phase and desk.notices == {}, "more rows would fit what is counted"
+    desk.phase = desk.phase.model_copy(update={"batch_size": 16, "accumulation": 1})
+    assert fast_paths.split(desk, model) is desk.phase
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=1.6e9))
+    found = fast_paths.split(desk, model)
+    assert found.batch_size < 16 and found.batch_size * found.accumulation == 16
+    assert fast_paths._policy(desk, model, found)[0] == "full"
 
 
 def test_experts_that_are_not_on_our_kernels_keep_more_than_the_plan_counts(
@@ -123,6 +137,77 @@ def test_experts_that_are_not_on_our_kernels_keep_more_than_the_plan_counts(
         monkeypatch.setattr(experts, "choice", lambda _, chosen=chosen: chosen)
         policy, why = fast_paths._policy(desk, model, desk.phase)
         assert policy == "full" and "keeps more than the plan counts" in why
+
+
+def random_recipes(seed: int, count: int) -> Iterator[Recipe]:
+    draw = random.Random(seed)
+    names = ("rtxpro6000", "h200", "b200", "h100", "a100", "l40s", "rtx4090")
+    for number in range(count):
+        phases = []
+        for kind in draw.sample(("cpt", "sft", "dpo", "kto", "grpo"), draw.randint(1, 3)):
+            rows = {"batch_size": draw.choice((2, 4, 5, 13, 16)), "accumulation": draw.choice((1, 2, 3, 8, 16))}
+            if kind in ("cpt", "sft"):
+                rows["batch_size"] = draw.choice((1, 2, 3, 4, 7, 8, 16, 17))
+                rows["router_aux_loss"] = draw.choice((0.0, 0.0, 0.0, 0.001))
+            generations = {"generations": rows["batch_size"]} if kind == "grpo" else {}
+            length = draw.choice((16, 100, 512, 1000, 2048, 4096, 8192, 16_384, 20_000, 40_000))
+            given = {"kind": kind, "data": "bucket:x", "steps": 3, "learning_rate": 1e-5, "max_length": length}
+            phases.append(given | rows | generations)
+        known, groups = draw.choice(
+            (
+                ({"family": "qwen3_5_moe", "size_gb": 72}, ["attention", "routed_experts"]),
+                ({"family": "qwen3_5_moe", "size_gb": 72}, ["attention", "linear_attention", "shared_expert"]),
+                ({"family": "qwen3_moe", "size_gb": 61}, ["attention", "routed_experts"]),
+                ({"family": "qwen3_5_moe", "size_gb": 144, "dtype": "float32"}, ["routed_experts"]),
+            )
+        )
+        yield parse_recipe(
+            {
+                "name": f"random-{number}",
+                "model": {"source": "bucket:m", **known},
+                "adapters": {"rank": draw.choice((1, 8, 32, 64)), "groups": groups},
+                "phases": phases,
+                "box": {"tier": draw.choice(names)},
+                "budget": {"max_usd": 1},
+                "optimizer": draw.choice(("adamw", "adamw_8bit")),
+                "recompute": draw.choice(("auto", "auto", "auto", "none", "mixer", "experts_kept", "full")),
+                "micro_batches": draw.choice(("auto", "auto", "recipe")),
+                "cuda_graphs": draw.choice(("auto", "off")),
+            }
+        )
+
+
+@pytest.mark.parametrize("recipes", ["shipped", "random"])
+def test_a_phase_does_what_its_plan_says(
+    recipes: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows at once, what is recomputed and the hungriest moment's GB, on the tier's own card with our kernels on it."""
+    model, desk = attached(tiny)
+    desk.home.model = tmp_path  # no config.json: by family and size, as the plan
+    names = ("qwen3.6-35b-a3b", "tiny-moe")
+    given = list(random_recipes(7, 300)) if recipes == "random" else [recipe_of(name) for name in names]
+    split = 0
+    for recipe in given:
+        gb, shape = CARDS[recipe.box.tier].memory_gb, shape_of(recipe.model)
+        plan = plan_regrouped(recipe, shape, gb * USABLE)
+        # `experts.install` makes a choice in bf16 alone, and only where there are adapters on the routed experts.
+        chosen = recipe.model.dtype == "bfloat16" and "routed_experts" in recipe.adapters.groups
+        monkeypatch.setattr(experts, "choice", lambda _, plan=chosen: SimpleNamespace(plan="sm90") if plan else None)
+        monkeypatch.setattr(
+            torch.cuda, "get_device_properties", lambda _, gb=gb: SimpleNamespace(total_memory=gb * 1e9)
+        )
+        needed = []
+        for phase in recipe.phases:
+            desk.assignment.recipe, desk.phase = recipe, phase
+            found = fast_paths.split(desk, model)
+            policy, _ = fast_paths._policy(desk, model, found)
+            rows = (found.batch_size, found.accumulation)
+            assert rows == plan.micro_batches.get(phase.name, (phase.batch_size, phase.accumulation)), recipe
+            assert policy == plan.recompute[phase.name], recipe
+            needed += [sum(parts.values()) for parts in moments(recipe, found, shape, policy)]
+        assert plan.needed_gb == round(max(needed), 2) and plan.fits == (max(needed) <= gb * USABLE), recipe
+        split += bool(plan.micro_batches)
+    assert split > 30 or recipes == "shipped"
 
 
 @pytest.fixture
