@@ -96,7 +96,7 @@ def test_an_offer_too_slow_for_the_prefetch_budget_falls_though_it_keeps_the_rec
 def test_a_run_that_was_measured_here_is_planned_by_what_it_took(market: VastMarket, store: Store) -> None:
     predicted = plan_run(recipe(), market, store, now=NOW)
     assert predicted.hours_from == "predicted" and "sft: 32.8 s a step, predicted" in plan_table(predicted)
-    assert "micro-batches" not in plan_table(predicted) and "recompute: experts_kept in sft" in plan_table(predicted)
+    assert "recompute: full in sft" in plan_table(predicted)
     remember_pace(store, recipe(), "sft", steps=100, step_s=57.0, machine_id=35101, gpu_name="RTX", now=NOW)
     plan = plan_run(recipe(), market, store, now=NOW)
     assert plan.hours_from == "measured" and plan.hours > predicted.hours

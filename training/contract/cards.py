@@ -23,6 +23,8 @@ class Card:
     """One card of a tier. Where two kinds share a tier, the lesser one."""
 
     memory_gb: float
+    """As CUDA tells a program, some 0.5 % less than nvidia-smi's: 150.1 was read on an H200, public reports have 79.11 GiB of an H100, 94.97 of an RTX PRO
+    6000 and 31.37 of an RTX 5090. The other cards' are nvidia-smi's."""
     peak_tflops: float
     host_gbs: float
     """GB/s from pinned host memory to it."""
@@ -36,12 +38,12 @@ class Card:
 
 CARDS: dict[Tier, Card] = {
     "a100": Card(85.9, 312.0, _PCIE_4, link_gbs=209.0, without_links=("PCIE",)),
-    "h100": Card(85.5, 989.0, _PCIE_5, link_gbs=313.0, without_links=("PCIE",), pcie_tflops=756.0),
-    "h200": Card(150.7, 989.0, _PCIE_5, link_gbs=313.0, without_links=("NVL",)),
+    "h100": Card(84.9, 989.0, _PCIE_5, link_gbs=313.0, without_links=("PCIE",), pcie_tflops=756.0),
+    "h200": Card(150.1, 989.0, _PCIE_5, link_gbs=313.0, without_links=("NVL",)),
     "b200": Card(192.3, 2250.0, _PCIE_5, link_gbs=626.0),
     "l40s": Card(48.3, 362.0, _PCIE_4),
     "rtx4090": Card(25.7, 165.2, _PCIE_4),
-    "rtx5090": Card(34.1, 209.5, _PCIE_5),
-    "rtxpro6000": Card(102.6, 503.8, _PCIE_5),
+    "rtx5090": Card(33.7, 209.5, _PCIE_5),
+    "rtxpro6000": Card(102.0, 503.8, _PCIE_5),
     "rehearsal": Card(8.4, 0.5, _PCIE_4),
 }

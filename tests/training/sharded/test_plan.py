@@ -50,7 +50,7 @@ def test_the_command_prints_the_table_and_answers_by_its_exit_code(
     command = ["plan", "--model", str(tmp_path), "--recipe", str(RECIPE)]
     assert main(command) == 0, "the recipe's own box"
     out = capsys.readouterr().out
-    assert "4 x 85.5 GB cards (82.9 for use), 64.0 GB host memory, $11.00/h" in out
+    assert "4 x 84.9 GB cards (82.4 for use), 64.0 GB host memory, $11.00/h" in out
     assert "chosen: " in out and "h to load, $" in out and "fits, and cannot be chosen yet" in out
     assert main([*command, "--gpus", "1", "--gpu-gb", "24", "--host-gb", "256", "--dph", "9"]) == 1
     assert "refused: host: " in capsys.readouterr().out
