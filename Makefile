@@ -20,20 +20,25 @@ RUNS ?=
 SEED ?=
 DEADMAN ?=
 VENV := .venv/.stamp
+LINT := .venv/bin/ruff check . && .venv/bin/ruff format --check .
 
 .PHONY: demo test check chaos constraints clean
 demo: $(VENV)
 	@.venv/bin/python -m deployments demo $(foreach fault,$(FAULT),--fault '$(fault)') $(if $(filter 1 true yes on,$(KEEP_UP)),--keep-up)
 
-test: check
-	@OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder tests
+# The types are looked at beside the tests, and are told after them.
+test: $(VENV)
+	@$(LINT)
+	@.venv/bin/mypy > .venv/types.txt 2>&1 & types=$$!; failed=0; \
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q -n 4 --dist loadfile --no-loadscope-reorder tests || failed=$$?; \
+	wait $$types || failed=$$?; cat .venv/types.txt; exit $$failed
 
 # What goes wrong at a drawn moment of each run, and what is left; not among the tests: 200 runs take half an hour on two cores.
 chaos: $(VENV)
 	@OMP_NUM_THREADS=1 .venv/bin/python -m tests.chaos $(if $(RUNS),--runs $(RUNS)) $(if $(SEED),--seed $(SEED)) $(if $(filter 1 true yes on,$(DEADMAN)),--deadman)
 
 check: $(VENV)
-	@.venv/bin/ruff check . && .venv/bin/ruff format --check . && .venv/bin/mypy
+	@$(LINT) && .venv/bin/mypy
 
 $(VENV): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 or newer is needed: set PYTHON=/path/to/python3"; exit 1; }

@@ -17,9 +17,9 @@ from tests.tasks.pretend_fixtures import (  # noqa: F401
 )
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def flows_run_against_the_server(prefect_api: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Results go to a home of the session; nothing here reads logs from the server, so none are on their way when it ends."""
+    """Results go to a home of the module; nothing here reads logs from the server, so none are on their way when it ends."""
     home = tmp_path_factory.mktemp("home")
     updates = {PREFECT_API_URL: prefect_api, PREFECT_HOME: home, PREFECT_LOGGING_TO_API_ENABLED: False}
     with temporary_settings(updates):

@@ -12,7 +12,7 @@ from torchao.optim.subclass_8bit import OptimState8bit
 from kernels.adamw import Rates
 from kernels.adamw_8bit import BLOCK, Moment, Update8bit
 
-SHAPES = ((16, 256), (70, 768), (4096,), (64, 100, 4), (1, 5120))
+SHAPES = ((16, 256), (22, 512), (4096,), (33, 64, 4), (1, 5120))
 TRANSPOSED = 1
 RATES = Rates(1e-2, 0.9, 0.999, 1e-4, 0.1)
 """With an eps that keeps updates in bounds where a moment's code is 0: else parameters are large, and small ones among them are differences of such."""

@@ -12,7 +12,10 @@ from kernels import adamw
 from kernels.adamw import AdamWPass, Clip, GradientNorm, Rates, Update
 from kernels.adamw_8bit import AdamW8bitPass, Moment, Update8bit, dynamic_map, plain_adamw_8bit
 
-SHAPES = ((37,), (128, 513), (1,), (16_384,), (3, 16_385), (1, 1, 5))
+SHAPES = ((37,), (128, 129), (1,), (16_384,), (3, 10_923), (1, 1, 5))
+"""A whole chunk, 128 numbers more than one and one more than two, and pieces of one."""
+SHORT = ((37,), (8, 144), (1,), (1024,), (3, 345), (1, 1, 5))
+"""The same within a chunk: a whole block, 128 numbers and eleven more than one, and pieces."""
 RATES = Rates(1e-2, 0.9, 0.999, 1e-8, 0.1)
 UNIT = 2.0**-24
 """Half the distance of float32 numbers next to 1."""
@@ -135,8 +138,9 @@ def faults_of(case: Case, steps: int, rates: Rates, max_norm: float | None, zero
     return faults(case, wanted, steps, rates)
 
 
-PACKED = ((16, 256), (40, 512), (3, 5, 256), (20_480,), (70, 768))
-"""Whole blocks; matrices may lie transposed, of heights that tiles do not divide."""
+PACKED = ((16, 256), (40, 512), (3, 5, 256), (8_448,), (22, 512))
+"""Whole blocks, a vector of one more than a chunk; matrices may lie transposed, of heights that tiles do not divide."""
+PACKED_SHORT = ((16, 256), (3, 256), (3, 5, 256))
 
 
 def packed(device: str = "cpu", seed: int = 0, shapes: tuple[tuple[int, ...], ...] = PACKED) -> Update8bit:

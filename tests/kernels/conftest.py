@@ -6,6 +6,7 @@ bfloat16 is out of the interpreter's reach: it multiplies the bit patterns.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -39,3 +40,20 @@ def run_alone() -> Callable[..., str]:
         return done.stdout
 
     return run
+
+
+@pytest.fixture(scope="session")
+def interpreted(run_alone: Callable[..., str]) -> Callable[..., str]:
+    """`interpreted(script, *checks)`: what these checks of it printed, AssertionError with the traceback of one that failed. A script runs once, with all
+    that it has."""
+    told: dict[str, dict[str, dict[str, str]]] = {}
+
+    def judge(script: str, *checks: str) -> str:
+        if script not in told:
+            rows = map(json.loads, run_alone(script, interpret=True).splitlines())
+            told[script] = {row["check"]: row for row in rows}
+        found = [told[script][check] for check in checks]
+        assert not any(row["failed"] for row in found), "\n".join(row["failed"] for row in found)
+        return "".join(row["said"] for row in found)
+
+    return judge

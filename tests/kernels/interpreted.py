@@ -1,8 +1,7 @@
-"""What the interpreter shows of the kernels; run by test_interpreted.py, one named check a call."""
+"""What the interpreter shows of the kernels; run by test_interpreted.py by the names of its checks."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from kernels import dispatch, moe_kernels, moe_lora, nf4, reference
 from kernels.adapter import Adapter, lay_out
-from tests.kernels import tiny
+from tests.kernels import checks, tiny
 
 
 def poison() -> None:
@@ -173,5 +172,12 @@ def forgets_the_router_weights_gradient(fn: Any) -> Broken:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        globals()[name]()
+    checks.run(
+        every_result_beside_float64_and_accumulation,
+        a_lora_b_that_lies_transposed_and_a_cleared_gradient,
+        the_kernels_add_to_grad_only_where_nobody_else_wants_the_gradients,
+        copies_follow_the_masters_also_past_their_version_counter,
+        without_lora_and_without_dx,
+        nf4_as_the_reference,
+        a_kernel_broken_on_purpose_is_caught,
+    )

@@ -1,9 +1,8 @@
-"""What the interpreter shows of AdamW's kernels; run by test_adamw.py, one named check a call."""
+"""What the interpreter shows of AdamW's kernels; run by test_adamw.py by the names of its checks."""
 
 from __future__ import annotations
 
 import re
-import sys
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ import torch
 from kernels import adamw, adamw_8bit
 from kernels.adamw import AdamWPass, GradientNorm, Rates
 from kernels.adamw_8bit import AdamW8bitPass, Update8bit
-from tests.kernels import adamw_cases
-from tests.kernels.adamw_cases import RATES, Case
+from tests.kernels import adamw_cases, checks
+from tests.kernels.adamw_cases import PACKED_SHORT, RATES, SHORT, Case
 from tests.kernels.interpreted import Broken, poison
 
 
@@ -82,9 +81,9 @@ def what_cannot_be_gone_through_is_refused_by_name() -> None:
             AdamWPass()(case.update._replace(**replaced), RATES)
         assert all(torch.equal(a, b) for a, b in zip(before, case.parameters, strict=True))
 
-    refused("its gradient: [128, 513] with strides (513, 1); want the parameter's", gradients=torch.ones(128, 513))
-    refused("its exp_avg: torch.float64; want torch.float32", exp_avgs=torch.ones(513, 128).t().double())
-    refused("and no gap between them", gradients=torch.ones(513, 256)[:, :128].t())
+    refused("its gradient: [128, 129] with strides (129, 1); want the parameter's", gradients=torch.ones(128, 129))
+    refused("its exp_avg: torch.float64; want torch.float32", exp_avgs=torch.ones(129, 128).t().double())
+    refused("and no gap between them", gradients=torch.ones(129, 256)[:, :128].t())
     refused("want one number", steps=torch.zeros(2))
 
 
@@ -127,7 +126,7 @@ def a_kernel_broken_on_purpose_is_caught() -> None:
         whole = getattr(adamw, name)
         setattr(adamw, name, Broken(whole, bend))
         try:
-            case = Case(scale=0.0)
+            case = Case(shapes=SHORT, scale=0.0)
             bad = adamw_cases.faults_of(case, 2, RATES, 1.0)
             gradients = case.renew(0)
             bad += adamw_cases.norm_faults(gradients, GradientNorm()(gradients, 1.0), 1.0)
@@ -149,7 +148,7 @@ def a_kernel_broken_on_purpose_is_caught() -> None:
         (with_scales_of_the_next_row, "exp_avgs 0: scales"),
     ):
         adamw_8bit.adamw_8bit = Broken(whole, bend)
-        assert says in "; ".join(adamw_cases.check_packed())
+        assert says in "; ".join(adamw_cases.check_packed(shapes=PACKED_SHORT))
     adamw_8bit.adamw_8bit = whole
 
     assert said("adamw", lambda args: args) == ""
@@ -161,5 +160,12 @@ def a_kernel_broken_on_purpose_is_caught() -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        globals()[name]()
+    checks.run(
+        every_variant_beside_float64,
+        it_is_the_twin_up_to_rounding_and_runs_where_nothing_is_aligned,
+        one_sum_to_the_bit_and_nan_and_overflow_as_torch_has_them,
+        rates_may_be_tensors_and_steps_may_differ,
+        what_cannot_be_gone_through_is_refused_by_name,
+        moments_in_8_bits_are_the_twins,
+        a_kernel_broken_on_purpose_is_caught,
+    )

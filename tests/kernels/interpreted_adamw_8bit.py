@@ -1,8 +1,6 @@
-"""What the interpreter shows of the kernel for moments in 8 bits, beside torchao's own arithmetic; run by test_adamw_8bit.py, one named check a call."""
+"""What the interpreter shows of the kernel for moments in 8 bits, beside torchao's own arithmetic; run by test_adamw_8bit.py by the names of its checks."""
 
 from __future__ import annotations
-
-import sys
 
 import torch
 import triton
@@ -12,7 +10,7 @@ from torchao.optim.quant_utils import quantize_8bit_with_qmap
 
 from kernels import adamw_8bit
 from kernels.adamw_8bit import AdamW8bitPass, dynamic_map, thresholds
-from tests.kernels import adamw_8bit_cases
+from tests.kernels import adamw_8bit_cases, checks
 from tests.kernels.interpreted import poison
 
 _MANY = 1024
@@ -50,7 +48,7 @@ def thresholds_a_unit_off_are_caught() -> None:
 
 def steps_are_torchaos() -> None:
     poison()
-    bad = adamw_8bit_cases.check(AdamW8bitPass())
+    bad = adamw_8bit_cases.check(AdamW8bitPass(), steps=3)
     assert not bad, bad
 
 
@@ -77,5 +75,9 @@ def found(values: Tensor, thresholds_256: Tensor, signed: bool) -> Tensor:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        globals()[name]()
+    checks.run(
+        every_number_has_torchaos_code,
+        what_is_not_a_number_reads_nowhere_else,
+        thresholds_a_unit_off_are_caught,
+        steps_are_torchaos,
+    )

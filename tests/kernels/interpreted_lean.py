@@ -1,14 +1,14 @@
-"""What the interpreter shows of the lean ops and the head; run by test_lean.py and test_head.py, one named check a call."""
+"""What the interpreter shows of the lean ops and the head; run by test_lean.py and test_head.py by the names of its checks."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from kernels import conv, gates, head, lean, norms, reference, rope, router
+from tests.kernels import checks
 from tests.kernels.interpreted import Broken, poison
 from tests.kernels.lean_cases import Case, Sizes, all_cases, head_case
 
@@ -69,6 +69,7 @@ def without_a_gradient_the_logits_stay_as_they_are() -> None:
     head.launch = spy
     head.token_log_probs(t["hidden"], t["w"], t["label"])
     head.token_log_probs(t["hidden"].requires_grad_(), t["w"], t["label"])
+    head.launch = launch
     assert seen == [True, False]
 
 
@@ -108,5 +109,10 @@ def every_kernel_broken_on_purpose_is_caught() -> None:
 
 
 if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        globals()[name]()
+    checks.run(
+        every_op_beside_float64,
+        the_head_says_whether_the_label_is_the_likeliest_and_the_lowest_of_equals_is,
+        equal_logits_choose_the_lowest_experts_and_rows_of_nan_stay_among_the_experts,
+        without_a_gradient_the_logits_stay_as_they_are,
+        every_kernel_broken_on_purpose_is_caught,
+    )

@@ -32,24 +32,23 @@ def test_without_a_card_the_twin_runs_and_is_as_near_to_float64() -> None:
     adamw_cases.check()
 
 
-def test_every_variant_of_the_kernels_beside_float64(run_alone: Callable[..., str]) -> None:
-    run_alone("interpreted_adamw.py", "every_variant_beside_float64", interpret=True)
+def test_every_variant_of_the_kernels_beside_float64(interpreted: Callable[..., str]) -> None:
+    interpreted("interpreted_adamw.py", "every_variant_beside_float64")
 
 
-def test_odd_addresses_steps_that_differ_and_what_is_refused(run_alone: Callable[..., str]) -> None:
-    run_alone(
+def test_odd_addresses_steps_that_differ_and_what_is_refused(interpreted: Callable[..., str]) -> None:
+    interpreted(
         "interpreted_adamw.py",
         "it_is_the_twin_up_to_rounding_and_runs_where_nothing_is_aligned",
         "one_sum_to_the_bit_and_nan_and_overflow_as_torch_has_them",
         "rates_may_be_tensors_and_steps_may_differ",
         "what_cannot_be_gone_through_is_refused_by_name",
         "moments_in_8_bits_are_the_twins",
-        interpret=True,
     )
 
 
-def test_kernels_broken_on_purpose_are_caught(run_alone: Callable[..., str]) -> None:
-    run_alone("interpreted_adamw.py", "a_kernel_broken_on_purpose_is_caught", interpret=True)
+def test_kernels_broken_on_purpose_are_caught(interpreted: Callable[..., str]) -> None:
+    interpreted("interpreted_adamw.py", "a_kernel_broken_on_purpose_is_caught")
 
 
 def test_the_kernels_compile_for_every_card_with_wide_loads_and_room_for_many_programs(

@@ -39,15 +39,14 @@ def test_a_twin_that_forgets_to_scale_is_caught(monkeypatch: pytest.MonkeyPatch)
     )
 
 
-def test_the_kernel_finds_torchaos_code_for_every_border_and_takes_its_steps(run_alone: Callable[..., str]) -> None:
-    run_alone(
+def test_the_kernel_finds_torchaos_code_for_every_border_and_takes_its_steps(interpreted: Callable[..., str]) -> None:
+    interpreted(
         "interpreted_adamw_8bit.py",
         "every_number_has_torchaos_code",
         "what_is_not_a_number_reads_nowhere_else",
         "steps_are_torchaos",
-        interpret=True,
     )
 
 
-def test_a_search_that_is_a_unit_off_is_caught(run_alone: Callable[..., str]) -> None:
-    run_alone("interpreted_adamw_8bit.py", "thresholds_a_unit_off_are_caught", interpret=True)
+def test_a_search_that_is_a_unit_off_is_caught(interpreted: Callable[..., str]) -> None:
+    interpreted("interpreted_adamw_8bit.py", "thresholds_a_unit_off_are_caught")

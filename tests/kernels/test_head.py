@@ -85,10 +85,9 @@ def test_what_does_not_fit_is_refused_by_name(problem: Any, change: dict[str, An
         head.token_log_probs(**{"hidden_TH": hidden, "weight_VH": weight, "label_T": label} | change)
 
 
-def test_the_kernel_beside_float64(run_alone: Callable[..., str]) -> None:
-    run_alone(
+def test_the_kernel_beside_float64(interpreted: Callable[..., str]) -> None:
+    interpreted(
         "interpreted_lean.py",
         "the_head_says_whether_the_label_is_the_likeliest_and_the_lowest_of_equals_is",
         "without_a_gradient_the_logits_stay_as_they_are",
-        interpret=True,
     )

@@ -170,17 +170,16 @@ def test_views_in_token_order_are_read_where_they_lie_and_others_copied() -> Non
         assert rows.rows_of(view).tensor.is_contiguous()
 
 
-def test_kernels_beside_float64_on_memory_full_of_nan(run_alone: Callable[..., str]) -> None:
-    run_alone(
+def test_kernels_beside_float64_on_memory_full_of_nan(interpreted: Callable[..., str]) -> None:
+    interpreted(
         "interpreted_lean.py",
         "every_op_beside_float64",
         "equal_logits_choose_the_lowest_experts_and_rows_of_nan_stay_among_the_experts",
-        interpret=True,
     )
 
 
-def test_a_kernel_broken_on_purpose_is_caught(run_alone: Callable[..., str]) -> None:
-    run_alone("interpreted_lean.py", "every_kernel_broken_on_purpose_is_caught", interpret=True)
+def test_a_kernel_broken_on_purpose_is_caught(interpreted: Callable[..., str]) -> None:
+    interpreted("interpreted_lean.py", "every_kernel_broken_on_purpose_is_caught")
 
 
 @pytest.mark.parametrize(("model", "capabilities"), [("35B", ("90", "120")), ("235B", ("100", "80"))])

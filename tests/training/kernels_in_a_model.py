@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from kernels.adapter import Adapter
 from kernels.grouped_gemm import Thin
 from kernels.moe_lora import Plan, Tile
+from tests.kernels import checks
 from training import experts
 from training.kernel_layer import KernelLayer
 from training.liveness.reading import require_reading
@@ -157,6 +158,7 @@ def copies_that_are_not_kept_are_gone(model: Any, wanted: dict[str, torch.Tensor
 
 
 if __name__ == "__main__":
+    checks.patch_once()
     grouped = adapted()
     kernels = copy.deepcopy(grouped)
     experts.install(grouped)

@@ -6,13 +6,12 @@ same fault runs to the end and says nothing, or is stopped by somebody else, who
 
 from __future__ import annotations
 
-import gc
 import importlib.metadata
 import json
 import shutil
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, get_args
@@ -621,10 +620,7 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    # Each phase lets go of its model by a collection, which walks all that the libraries have loaded, unless that is set apart.
-    gc.collect()
-    gc.freeze()
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Lab:
     root = tmp_path_factory.mktemp("lab")
     world = make_world(root / "world")
     with pytest.MonkeyPatch.context() as patch:
@@ -634,8 +630,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         _after_step(interrupted, 2, lambda _: interrupted.stop.set())
         with pytest.raises(Interrupted):
             interrupted.run()
-    yield Lab(world, adapter, interrupted)
-    gc.unfreeze()
+    return Lab(world, adapter, interrupted)
 
 
 @pytest.mark.parametrize("kind", ["cpt", "sft", "dpo", "kto", "grpo"])

@@ -7,13 +7,21 @@ from typing import Any
 import torch
 
 from kernels import rows
+from tests.kernels import checks
 from tests.training.lean.conftest import adapted, gradients, inputs, logits, twin
-from training import lean, packing
+from training import lean, packing, tiny
 from training.contract.families import FAMILIES
 
 
 def main() -> None:
     packing.install()
+    checks.patch_once()
+    # One layer of each kind: the interpreter takes a minute for four.
+    sizes = (
+        tiny._SIZES | {"num_hidden_layers": 2},
+        tiny._GATED_DELTA_NET | {"layer_types": ["linear_attention", "full_attention"]},
+    )
+    tiny._SIZES, tiny._GATED_DELTA_NET = sizes
     launched: list[str] = []
     launch = rows.launch
 

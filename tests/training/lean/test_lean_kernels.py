@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton", reason="triton is not installed")
 HERE = Path(__file__).parent
-# float32 sums of about a hundred numbers, four layers deep, in another order: some 1e-5 of a gradient, where a wrong index gives 1e-1.
+# float32 sums of about a hundred numbers, two layers deep, in another order: some 1e-5 of a gradient, where a wrong index gives 1e-1.
 TOLERANCE = 2e-4
 
 

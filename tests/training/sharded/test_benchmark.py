@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -19,8 +19,6 @@ from training.sharded.execution import unpack
 from training.sharded.ranks import Alone
 from training.sharded.stand_in import PageableModules
 from training.sharded.synthetic import random_base
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_the_stand_in_computes_the_same_layer() -> None:
@@ -54,24 +52,22 @@ def test_the_stand_in_computes_the_same_layer() -> None:
 
 
 @pytest.mark.train
-def test_every_way_is_measured_on_one_base_and_gives_one_loss(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "training.sharded.benchmark", "--tiny", "--steps", "1", "--stand-in", "--save"]
-    command += ["--load-layers", "2", "--host-layers", "2"]
-    done = subprocess.run(
-        [*command, "--json", str(tmp_path / "out.json")],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_every_way_is_measured_on_one_base_and_gives_one_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["--tiny", "--steps", "1", "--stand-in", "--save", "--load-layers", "2", "--host-layers", "2"]
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setenv("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    monkeypatch.setattr(sys, "argv", ["benchmark", *command, "--json", str(tmp_path / "out.json")])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(benchmark.__name__, run_name="__main__")
+    assert ended.value.code == 0
     document = json.loads((tmp_path / "out.json").read_text())
     ways = {step["way"]: step for step in document["steps"]}
     assert set(ways) == {"resident", "host"} and ways["resident"]["loss"] == pytest.approx(ways["host"]["loss"])
     assert ways["host"]["asked"] > 0 and ways["host"]["unforeseen"] <= 1
     assert set(document["saved"]) == {"fused", "per_expert", "resume", "loaded"}
-    assert "pageable modules" in done.stdout
+    assert "pageable modules" in capsys.readouterr().out
     files, cache = document["loaded"]["files"], document["loaded"]["cache"]
     assert files["read_of_checkpoint"] == 1 and cache["from_cache"] and cache["read_of_checkpoint"] < 0.6
 
