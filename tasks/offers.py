@@ -48,6 +48,7 @@ def plan_today(recipe: Recipe, settings: Settings) -> Plan:
 
     UserError for a mistake in recipe or settings, a refused key among them; other errors of the market as they are.
     """
+    require_age(recipe, settings)
     settings = with_block(settings)
     guard_secrets(settings)
     recipe, location = near_bucket(recipe, settings.s3_region, settings.s3_endpoint_url)
@@ -57,6 +58,15 @@ def plan_today(recipe: Recipe, settings: Settings) -> Plan:
     except AuthError as error:
         raise refused_key(error) from None
     return plan.model_copy(update={"notes": (*plan.notes, location)})
+
+
+def require_age(recipe: Recipe, settings: Settings) -> None:
+    """UserError if the run may take longer than its boxes may live."""
+    if recipe.budget.max_hours > settings.max_age_hours:
+        raise UserError(
+            f"budget.max_hours: {recipe.budget.max_hours:g} is more than the reaper lets a box live "
+            f"(LIVERY_MAX_AGE_HOURS={settings.max_age_hours:g}); raise that or lower this"
+        )
 
 
 def refused_key(error: AuthError) -> UserError:

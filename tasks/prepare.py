@@ -13,7 +13,7 @@ from tasks.errors import AuthError, UserError
 from tasks.lease import read_lease
 from tasks.log import guard_secrets
 from tasks.market import Market, open_market
-from tasks.offers import refused_key
+from tasks.offers import refused_key, require_age
 from tasks.recipes import find_recipe, load_recipe
 from tasks.rules.filters import require_consistent
 from tasks.rules.location import near_bucket
@@ -37,11 +37,7 @@ def prepare_run(
     wanted = load_recipe(recipe, overrides)
     if fresh:
         wanted = wanted.model_copy(update={"name": f"{wanted.name[:31]}-{flow_run_id[:8]}"})
-    if wanted.budget.max_hours > settings.max_age_hours:
-        raise UserError(
-            f"budget.max_hours: {wanted.budget.max_hours:g} is more than the reaper lets a box live "
-            f"(LIVERY_MAX_AGE_HOURS={settings.max_age_hours:g}); raise that or lower this"
-        )
+    require_age(wanted, settings)
     require_consistent(wanted)
     settings = with_block(settings)
     guard_secrets(settings)

@@ -12,6 +12,7 @@ import yaml
 from tasks.errors import UserError
 from training.contract.model import unknown_key
 from training.contract.recipe import Recipe, RecipeError, parse_recipe
+from training.contract.recipe_yaml import read_yaml
 
 # Flat on purpose: Prefect replaces a nested parameter as a whole, which once turned a smoke run into a full one.
 OVERRIDES = {
@@ -50,13 +51,17 @@ def find_recipe(name_or_path: str) -> Path:
     path = Path(name_or_path).expanduser()
     if path.suffix in {".yaml", ".yml"} and path.is_file():
         return path
+    if path.suffix in {".yaml", ".yml"}:
+        raise UserError(
+            f"recipe: there is no file {path.absolute()}; want a path that is right where this runs, or one of {', '.join(known)}"
+        )
     hint = unknown_key(name_or_path, known).partition("; ")[2]
     raise UserError(f"recipe: '{name_or_path}' is neither a shipped recipe nor a YAML file; {hint}")
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data = read_yaml(path.read_text(encoding="utf-8"), yaml)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         raise UserError(f"{path.name} line {line}: not YAML: {error.problem}") from None

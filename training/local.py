@@ -16,6 +16,7 @@ from typing import Any
 from training.box.prefetch import MARKER
 from training.contract.events import Event, EventLog
 from training.contract.recipe import Assignment, Recipe, RecipeError, parse_recipe
+from training.contract.recipe_yaml import read_yaml
 from training.contract.rows import RowError, check_rows
 from training.phases.desk import Home
 
@@ -71,7 +72,7 @@ def load(path: Path) -> Recipe:
     import yaml  # comes with transformers; a box reads JSON and does without
 
     try:
-        data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        data: Any = read_yaml(path.read_text(encoding="utf-8"), yaml)
     except OSError as error:
         raise RecipeError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -12,6 +12,7 @@ import yaml
 
 from training.contract.quantised import GIB, Hardware, hardware_of, lines
 from training.contract.recipe import Recipe, RecipeError, Tier, parse_recipe
+from training.contract.recipe_yaml import read_yaml
 from training.contract.shapes import ShapeError
 from training.sharded.headers import CheckpointError
 from training.sharded.inventory import read_inventory
@@ -74,7 +75,7 @@ _SAME_CARD = 0.05
 
 def _recipe(path: Path) -> Recipe:
     try:
-        return parse_recipe(yaml.safe_load(path.read_text(encoding="utf-8")), path.name)
+        return parse_recipe(read_yaml(path.read_text(encoding="utf-8"), yaml), path.name)
     except yaml.YAMLError as error:
         raise RecipeError(f"{path.name}: not YAML: {error}") from None
 
