@@ -14,6 +14,7 @@ from trl import SFTConfig, SFTTrainer
 
 from training import optimizer
 from training.contract.micro_batches import ENOUGH_TOKENS
+from training.phases.common import OPTIMIZERS
 from training.phases.lean_trainer import Graphs, adapt
 from training.phases.reporter import TokenCount
 from training.step_setting import Way
@@ -21,8 +22,6 @@ from training.tiny import datasets, make_tokenizer
 
 if TYPE_CHECKING:
     from training.step_benchmark import Bench
-
-_OPTIMIZERS = {"adamw": "adamw_torch_fused", "adamw_8bit": "adamw_torch_8bit"}
 
 
 def under_trl(bench: Bench, way: Way) -> dict[str, Any]:
@@ -56,7 +55,7 @@ def under_trl(bench: Bench, way: Way) -> dict[str, Any]:
             packing_strategy="bfd",
             learning_rate=0.0,
             weight_decay=0.0,
-            optim=_OPTIMIZERS[setting.optimizer] if cuda else "adamw_torch",
+            optim=OPTIMIZERS[setting.optimizer] if cuda else "adamw_torch",
             router_aux_loss_coef=0.0,
             bf16=cuda,
             use_cpu=not cuda,

@@ -27,7 +27,7 @@ from training.phases.desk import Desk
 from training.phases.reporter import Reporter, TokenCount, summary
 
 _CANARY_TOKENS = 48
-_OPTIMIZERS = {"adamw_8bit": "adamw_torch_8bit", "adamw": "adamw_torch_fused"}
+OPTIMIZERS = {"adamw_8bit": "adamw_torch_8bit", "adamw": "adamw_torch_fused"}
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Setting:
             "warmup_steps": phase.warmup_steps,
             "router_aux_loss_coef": phase.router_aux_loss,
             "seed": desk.assignment.recipe.seed,
-            "optim": _OPTIMIZERS[desk.assignment.recipe.optimizer],
+            "optim": OPTIMIZERS[desk.assignment.recipe.optimizer],
             "bf16": cuda,
             "use_cpu": not cuda,
             "gradient_checkpointing": cuda and self.checkpointing,
